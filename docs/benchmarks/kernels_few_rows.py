@@ -49,6 +49,7 @@ WEIGHTS = {
     "Qwen3-Next out": (2048, 4096),
     "Kimi-Linear qkv": (12448, 2304),
     "Kimi-Linear out": (2304, 4096),
+    "V2-Lite gate_up": (21888, 2048),
 }
 ROWS = (4, 16, 32, 64)
 DIRECT_ROWS = (1, 2, 4, 8)

@@ -2,13 +2,15 @@
 
 Numbers are checked first, against float64, and a wrong one ends the run. Absorbed decoding is a replay of a graph, as bytes of
 latents over time and as multiply-adds; ragged prefill is timed eagerly, as multiply-adds that causality leaves; planning is the
-host's time for one batch. One layer of DeepSeek-V2's dims, bfloat16, pages of 64 anywhere in memory.
+host's time for one batch. `--verified`: steps that verify drafts alone, with 16 heads, in graphs too. One layer of DeepSeek-V2's
+dims, bfloat16, pages of 64 anywhere in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import statistics
 import sys
@@ -47,6 +49,7 @@ PAGE = 64
 LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 HEADS = (16, 128)
 DECODES = tuple((requests, length) for requests in (1, 16, 128) for length in (1024, 8192, 32768))
+VERIFIED = tuple((requests, rows, 1024) for requests in (1, 16) for rows in (1, 2, 3, 4, 5, 8))  # requests, rows, all
 ABSORBED = ((1, 64, 8192), (16, 32, 4096))  # requests, new, all
 RAGGED = ((4, 4096, 4096), (1, 8192, 8192), (1, 1024, 32768))  # requests, new, keys; in one causal piece
 CHUNKS = ((1, 8192, 16384), (16, 64, 1024))  # requests, new, keys of a chunk, which all rows see
@@ -102,13 +105,14 @@ def backend_of(name: str, memory: Memory) -> Any:
     return TritonAttention(context) if name == "triton" else FlashInferMla(context, FlashInferKernels)
 
 
-def batch_of(requests: int, new: int, length: int, num_pages: int) -> ForwardBatch:
+def batch_of(requests: int, new: int, length: int, num_pages: int, *, verifies: bool = False) -> ForwardBatch:
     columns = -(-length // PAGE)
     rows = torch.zeros(requests * new, dtype=torch.int64, device="cuda")
     q_lens = torch.full((requests,), new, dtype=torch.int32)
     table = torch.randperm(num_pages)[: requests * columns].view(requests, columns).to(torch.int32)
     return ForwardBatch(
-        phase=Phase.DECODE if new == 1 else Phase.PREFILL,
+        phase=Phase.VERIFY if verifies else Phase.DECODE if new == 1 else Phase.PREFILL,
+        decode_len=new if verifies else 1,
         input_ids=rows,
         positions=rows,
         q_lens_cpu=q_lens,
@@ -166,25 +170,27 @@ def limits() -> dict[str, float]:
     return {"read_bytes_per_s": read, "matmul_flop_per_s": 2 * 8192**3 / device_s(partial(torch.mm, a, b), launches=4)}
 
 
-def paged(name: str, memory: Memory, requests: int, new: int, length: int) -> dict[str, Any]:
-    """Absorbed. Decoding is in a graph of four layers."""
+def paged(name: str, memory: Memory, requests: int, new: int, length: int, *, verifies: bool = False) -> dict[str, Any]:
+    """Absorbed. What decodes or verifies is in a graph of four layers."""
     heads, num_pages = memory.geometry.layers[0].num_heads, memory.geometry.num_pages
-    backend, batch = backend_of(name, memory), batch_of(requests, new, length, num_pages)
+    backend, batch = backend_of(name, memory), batch_of(requests, new, length, num_pages, verifies=verifies)
+    kind = "verify" if verifies else "decode" if new == 1 else "absorbed prefill"
+    captured = verifies or new == 1
     q = torch.randn(requests * new, heads, 576, device="cuda", dtype=torch.bfloat16)
     out = torch.full((*q.shape[:2], 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     found: dict[str, Any] = {"plan_s": host_s(partial(backend.plan_forward_metadata, batch, False))}
-    if new == 1:
-        backend.init_graph_state(requests, requests)
-    plan = backend.plan_forward_metadata(batch, new == 1)
+    if captured:
+        backend.init_graph_state(requests, requests * new)
+    plan = backend.plan_forward_metadata(batch, captured)
     run = partial(backend.attend, q, q, q, memory.spec, batch, plan, out)
     run()
     torch.cuda.synchronize()
     keys = memory.latents[batch.page_table_cpu[-1].long().cuda()].flatten(0, 1)[:length]
     found["relative_error"] = error_of(q[-new:], keys, keys[..., :512], out[-new:], scale=memory.spec.scale, causal=True)
-    seconds = device_s(run, launches=2) if new > 1 else _replayed(backend, batch, plan, run=run, found=found)
+    seconds = _replayed(backend, batch, plan, run=run, found=found) if captured else device_s(run, launches=2)
     pairs = requests * (new * (length - new) + new * (new + 1) / 2)
     moved = requests * length * 576 * 2
-    what = {"kind": "decode" if new == 1 else "absorbed prefill", "backend": name, "heads": heads, "requests": requests}
+    what = {"kind": kind, "backend": name, "heads": heads, "requests": requests}
     rates = {"bytes_per_s": moved / seconds, "flop_per_s": pairs * heads * 2 * (576 + 512) / seconds}
     return what | {"new": new, "length": length, "seconds": seconds} | rates | found
 
@@ -244,20 +250,28 @@ def rows() -> Iterator[dict[str, Any]]:
                 yield ragged(name, memory, requests, new, keys, causal=False)
 
 
+def verified() -> Iterator[dict[str, Any]]:
+    memory = Memory.of(16 * 1024 // PAGE, 16)
+    for name, shape in itertools.product(BACKENDS, VERIFIED):
+        yield paged(name, memory, *shape, verifies=shape[1] > 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", required=True, help="kept in the output")
-    commit = parser.parse_args().commit
+    parser.add_argument("--verified", action="store_true")
+    asked = parser.parse_args()
+    commit = asked.commit
     names = ("torch", "triton", "flashinfer-python")
     found: dict[str, Any] = {
-        "command": f"docs/benchmarks/kernels_mla.py --commit {commit}",
+        "command": f"docs/benchmarks/kernels_mla.py --commit {commit}{' --verified' if asked.verified else ''}",
         "commit": commit,
         "device": torch.cuda.get_device_name(),
         "versions": {name: importlib.metadata.version(name) for name in names},
         "limits": limits(),
         "rows": [],
     }
-    for row in rows():
+    for row in verified() if asked.verified else rows():
         found["rows"].append(row)
         shown = {name: row[name] for name in ("kind", "backend", "heads", "requests", "new", "length")}
         rates = f"{row.get('bytes_per_s', 0) / 1e12:.2f} TB/s {row['flop_per_s'] / 1e12:.0f} TFLOP/s"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
-from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
+from engine.test_device_drafts import MOST_ROWS, captured, requests_of, unread  # noqa: F401
 from engine.test_speculation import Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
@@ -74,13 +74,13 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     assert engine.meter.stats().drafts.accepted > 0
 
 
-@pytest.mark.parametrize("told_first", [True, False])
+@pytest.mark.parametrize("found_starts", [0, MOST_ROWS])
 def test_right_guesses_are_right_at_the_end_of_a_context_too(
     settled: list[StepInput],
     write_oracle: Callable[..., Oracle],
     registry: Registry,
     *,
-    told_first: bool,
+    found_starts: int,
 ) -> None:
     """Nothing lies behind the last position that there is, though a step is scheduled as if all before were right."""
     oracle = write_oracle("self llama", SELVES["llama"])
@@ -88,7 +88,7 @@ def test_right_guesses_are_right_at_the_end_of_a_context_too(
     longest = max(len(each.prompt_token_ids) + each.params.max_tokens for each in requests)
     expected = answers_of(Engine.build(options(oracle), registry), requests)
     asked = by_itself(oracle, page_size=4, draft_length="3", num_pages=200, max_model_len=longest)
-    engine, ran = overlapping(captured(asked, registry, told_first=told_first)[0]), list[int]()
+    engine, ran = overlapping(captured(asked, registry, found_starts=found_starts)[0]), list[int]()
     launch = engine._runner.launch
 
     def noting(step: StepInput) -> Launched:
@@ -103,7 +103,7 @@ def test_right_guesses_are_right_at_the_end_of_a_context_too(
     assert len(settled) > 4
     columns = Item._fields.index("start"), Item._fields.index("num_tokens")
     ends = [sum(item[column] for column in columns) for step in settled for item in step.each()]
-    assert (max(ends) < longest) is told_first
+    assert (max(ends) < longest) is (found_starts == 0)
     assert max(ran) < longest
 
 
@@ -139,6 +139,31 @@ def test_most_steps_are_launched_before_the_one_before_is_told(
     assert_told(answers_of(engine, requests), expected)
     assert len(found) > 5
     assert sum(found) > 0.7 * len(found)
+    engine._scheduler.check_integrity()
+
+
+def test_where_the_device_finds_where_one_begins_more_are_told_first(
+    unread: None,  # noqa: F811
+    registry: Registry,
+) -> None:
+    """As one backend verifies one request, and another, which plans by lengths, verifies more."""
+    requests = [asking("first", prompt_of(SAID[1]), max_tokens=60), asking("second", prompt_of(SAID[2]), max_tokens=24)]
+    engine, sizes = overlapping(captured(embedded(**ASKED), registry, found_starts=1)[0]), list[int]()
+    found, launch = untold(engine), engine._runner.launch
+
+    def noting(step: StepInput) -> Launched:
+        sizes.extend([step.num_items] * step.verifies)
+        return launch(step)
+
+    engine._runner.launch = noting  # type: ignore[method-assign]
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    early = {size: [ahead for ahead, each in zip(found, sizes, strict=True) if each == size] for size in (1, 2)}
+    assert len(early[2]) > 3
+    assert not any(early[2])
+    assert sum(early[1]) > 0.7 * len(early[1]) > 2
+    graphs = engine._runner.graphs
+    assert graphs is not None
+    assert {key.size for key, each in graphs.captured.items() if each.moved is not None} == {1}
     engine._scheduler.check_integrity()
 
 
@@ -188,7 +213,7 @@ def test_it_is_the_step_that_is_scheduled_afterwards(
     """Of one request, all steps are alike, item by item, those of its last tokens too."""
     steps: dict[bool, list[tuple[object, ...]]] = {}
     for overlaps in (False, True):
-        engine = captured(embedded(**ASKED), registry, told_first=True)[0]
+        engine = captured(embedded(**ASKED), registry, found_starts=0)[0]
         engine._overlap, launch, noted = int(overlaps), engine._runner.launch, steps.setdefault(overlaps, [])
 
         def noting(step: StepInput, launch: Callable[..., object] = launch, noted: list[object] = noted) -> object:

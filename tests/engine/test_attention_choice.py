@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from offers import offering
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnBackendSpec, AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts
-from enginery.contracts.batch import Phase
+from enginery.contracts.attention import (
+    AttnBackendSpec,
+    AttnLayerFacts,
+    AttnNeeds,
+    Capabilities,
+    KVGeometry,
+    LatentFacts,
+)
+from enginery.contracts.batch import FULL, Phase
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.memory import RecurrentFacts
 from enginery.contracts.versions import HookGroup
@@ -25,6 +33,7 @@ from enginery.worker.attention_choice import (
 )
 from enginery.worker.drafts.choice import ChosenDrafter
 from enginery.worker.needs import LayerNeeds, verifying
+from enginery.worker.paths.capture import _starts
 from enginery_attn_flashinfer.spec import make_spec as flashinfer
 from enginery_attn_flashinfer_mla import spec as flashinfer_mla
 from enginery_attn_triton.spec import make_spec as triton
@@ -204,3 +213,37 @@ def test_of_latents_with_few_heads_triton_decodes_one_request(on_a_gpu: Registry
     assert choice(MLA, verifies=True) == choice(MLA)  # so a drafter that is left to `auto` changes nothing
     prefills = {"prefill": "flashinfer", "decode": "triton"} if capability == (9, 0) else {"softmax": "triton"}
     assert choice(GROUPED) == prefills
+
+
+@pytest.mark.parametrize(
+    ("heads", "asked", "expected"),
+    [
+        (16, {}, 1),  # Triton verifies one request, FlashInfer more
+        (128, {}, 0),
+        (16, {"attention_backend": "triton"}, 64),
+        (128, {"prefill_attention_backend": "flashinfer-mla", "decode_attention_backend": "triton"}, 64),
+        (16, {"decode_attention_backend": "flashinfer-mla"}, 0),
+        (None, {}, 64),  # FlashInfer only prefills
+    ],
+)
+def test_verifications_of_whose_requests_the_device_finds_where_they_begin(
+    on_a_gpu: Registry, heads: int | None, asked: dict[str, str], expected: int
+) -> None:
+    """What only prefills is not asked for it, and a draft model's own backends are."""
+    layer = GROUPED if heads is None else dataclasses.replace(MLA, num_heads=heads)
+    of, found = needs(layer), list[AttentionChoice]()
+    for on_device in (False, True):  # the target's, and a draft model's
+        wanted = of._replace(softmax=verifying(of.softmax, device_lengths=on_device))
+        found.append(choose_attention(dataclasses.replace(ASKED, **({} if on_device else asked)), on_a_gpu, wanted)[0])
+    target, own = found
+    geometry = KVGeometry(pages={FULL: 9}, page_size=16, layers=(layer,), dtype="bfloat16")
+
+    def starts(target: AttentionChoice, own: AttentionChoice, first: AttentionChoice | None = None) -> tuple[int, int]:
+        settings = SimpleNamespace(max_graph_requests=64, max_model_len=4096)
+        choice = SimpleNamespace(attention=target, first_attention=first, settings=settings, parallel=SimpleNamespace(num_ranks=1))
+        draft = SimpleNamespace(choice=SimpleNamespace(attention=own))
+        return _starts(choice, SimpleNamespace(pool=SimpleNamespace(geometry=geometry)), draft)  # type: ignore[arg-type]
+
+    assert starts(target, own) == (expected, 4096)
+    no_lengths, _ = choose_attention(ASKED, registry(spec("many", 60)), of)
+    assert starts(target, no_lengths)[0] == starts(target, own, no_lengths)[0] == 0

@@ -64,13 +64,13 @@ def captured(
     registry: Registry,
     *,
     recurrent: Callable[[BackendContext], object] | None = None,
-    told_first: bool = False,
+    found_starts: int = MOST_ROWS,
     **named: object,
 ) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most.
 
-    recurrent: builds the backend of recurrent layers. told_first: where verifications begin, the host knows. No graphs
-    of the draft model: it runs eagerly, or none does.
+    recurrent: builds the backend of recurrent layers. found_starts: of how many requests at the most the device finds
+    where verifications begin. No graphs of the draft model: it runs eagerly, or none does.
     """
 
     class Short(GraphBackend):
@@ -96,8 +96,8 @@ def captured(
         )
     logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
     has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
-    most_positions = 0 if told_first or has_others or drafts is None else parts.choice.settings.max_model_len
-    buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, most_positions=most_positions)
+    starts = 0 if has_others or drafts is None else found_starts, parts.choice.settings.max_model_len
+    buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, starts=starts)
     graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS

@@ -27,17 +27,19 @@ DECODING = (Phase.DECODE, Phase.VERIFY, Phase.IDLE)  # idle: of a lane without w
 
 
 class Noted(NamedTuple):
-    """That a backend of that name planned such a batch, or refreshed a captured plan for it."""
+    """That a backend of that name planned such a batch, or refreshed a captured plan for it. untold: the device has its lengths."""
 
     name: str
     refreshed: bool
     capture: bool
     phase: Phase
     num_requests: int
+    untold: bool
 
 
 def with_another_for_one(registry: Registry, noted: set[Noted]) -> Registry:
-    """With `many`, and with `one`, which is better for steps that decode one request; both leave notes. No other is for softmax."""
+    """With `many`, and with `one`, which is better for steps that decode one request, and verifies where the device alone knows
+    lengths; both leave notes. No other is for softmax."""
 
     class Noting(CapturedTorch):
         @hookimpl
@@ -52,7 +54,7 @@ def with_another_for_one(registry: Registry, noted: set[Noted]) -> Registry:
 
         def note(self, batch: ForwardBatch, *, capture: bool, refreshed: bool = False) -> None:
             name = self.backend_id.partition("#")[0].rpartition("/")[2]
-            noted.add(Noted(name, refreshed, capture, batch.phase, batch.num_requests))
+            noted.add(Noted(name, refreshed, capture, batch.phase, batch.num_requests, batch.kv_lens is not None))
 
     class Both(Registry):
         def create_attn_backend(self, name: str, context: BackendContext) -> object:
@@ -60,7 +62,8 @@ def with_another_for_one(registry: Registry, noted: set[Noted]) -> Registry:
 
     offers = {offer.name: offer for offer in registry.offers(AttnBackendSpec)}
     specs = {name: dataclasses.replace(offers["torch"].spec, name=name) for name in ("many", "one")}
-    specs["one"] = dataclasses.replace(specs["one"], priority=1, single_priority=70)
+    can = dataclasses.replace(specs["one"].capabilities, verify_lengths=True)
+    specs["one"] = dataclasses.replace(specs["one"], priority=1, single_priority=70, capabilities=can)
     found = {name: dataclasses.replace(offers["torch"], name=name, spec=spec) for name, spec in specs.items()}
     both = Both(**{each.name: vars(registry)[each.name] for each in dataclasses.fields(registry)})
     return offering(both, AttnBackendSpec, *found.values(), offers["linear"])
@@ -116,4 +119,6 @@ def test_so_is_what_is_guessed_and_verified(registry: Registry, tp: int, changes
     assert_each_has_its_own(noted)
     verified = {(each.name, each.refreshed) for each in noted if each.phase is Phase.VERIFY}
     eagerly = changes.get("graphs") is False
+    untold = {each.name for each in noted if each.phase is Phase.VERIFY and each.untold}
+    assert untold == (set() if eagerly or tp > 1 else {"one"}), "of one request, the device finds where verifications begin"
     assert verified >= ({("one", False), ("many", False)} if eagerly else {("one", True), ("many", True)})

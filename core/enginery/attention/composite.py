@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from enginery.attention.policies import Policy, derived_from_specs
 from enginery.attention.relay import BackendRelay
@@ -107,14 +107,7 @@ class Composite(ABC):
         )
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        plan: ForwardPlan,
-        out: torch.Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: Tensor
     ) -> None:
         """Attend part by part, each with the plan of the child that has it."""
         for part, of_part in self._parts_of(layer, batch, plan):
@@ -124,9 +117,7 @@ class Composite(ABC):
             else:
                 child.needs_none(child.attend(q[rows], k[rows], v[rows], layer, part.batch, of_part, out[rows]))
 
-    def advance(
-        self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
-    ) -> None:
+    def advance(self, mixed: Tensor, gates: Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: Tensor) -> None:
         """Advance part by part, each with the plan of the child that has it."""
         for part, of_part in self._parts_of(layer, batch, plan):
             child, rows = self.children[part.child], part.rows

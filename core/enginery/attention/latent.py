@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, CompositePlan, Part
@@ -52,7 +53,7 @@ class RaggedPart(Part):
     strategy: PrefillStrategy
     chunk_plan: ChunkPlan
     pieces: tuple[KVPiece, ...]
-    slots: tuple[torch.Tensor | None, ...]
+    slots: tuple[Tensor | None, ...]
 
 
 class LatentAttention(Composite):
@@ -64,10 +65,8 @@ class LatentAttention(Composite):
         self, child: BackendRelay, *, capabilities: Capabilities, geometry: KVGeometry, pool: KVPool, settings: LatentSettings
     ) -> None:
         super().__init__(child)
-        self.capabilities = capabilities
+        self.capabilities, self.pool, self.settings = capabilities, pool, settings
         self.page_size = geometry.page_size
-        self.pool = pool
-        self.settings = settings
         self.facts = next(layer.latent for layer in geometry.layers if layer.latent is not None)
         self._said: set[str] = set()
 
@@ -83,19 +82,13 @@ class LatentAttention(Composite):
 
     def _plan_ragged(self, part: Part) -> RaggedPart | None:
         """Plan a prefill by the first strategy that the backend takes. None: it runs absorbed, from the latents."""
-        batch = part.batch
-        order = strategies_to_try(
-            self.facts,
-            self.capabilities,
-            asked=self.settings.strategy,
-            chunk_tokens=self.settings.chunk_tokens,
-            q_lens=batch.q_lens_cpu,
-            kv_lens=batch.kv_lens_cpu,
-        )
+        batch, asked, most = part.batch, self.settings.strategy, self.settings.chunk_tokens
+        q_lens, kv_lens = batch.q_lens_cpu, batch.kv_lens_cpu
+        order = strategies_to_try(self.facts, self.capabilities, asked=asked, chunk_tokens=most, q_lens=q_lens, kv_lens=kv_lens)
         for strategy in order:
             if strategy is PrefillStrategy.ABSORBED:
                 return None
-            chunks, own = cut_pieces(batch.q_lens_cpu, batch.kv_lens_cpu, strategy, chunk_tokens=self.settings.chunk_tokens)
+            chunks, own = cut_pieces(q_lens, kv_lens, strategy, chunk_tokens=most)
             answer = self.children[0].make_chunk_plan(batch, chunks, disable_ragged=own is None)
             if isinstance(answer, ChunkPlan):
                 pieces = chunks if own is None else (own, *chunks)
@@ -116,7 +109,7 @@ class LatentAttention(Composite):
                 _log.warning(said)
         return None
 
-    def _slots(self, piece: KVPiece, batch: ForwardBatch) -> torch.Tensor | None:
+    def _slots(self, piece: KVPiece, batch: ForwardBatch) -> Tensor | None:
         """Where the latents of a piece's tokens are: [L] int64, device; None for the step's own."""
         if piece.causal and torch.equal(piece.lens_cpu, batch.q_lens_cpu):
             return None
@@ -128,14 +121,7 @@ class LatentAttention(Composite):
         return to_device(torch.from_numpy(slots), batch.input_ids.device)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        plan: ForwardPlan,
-        out: torch.Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: Tensor
     ) -> None:
         """q: [T, H, N + P]; k: the step's latents [T, 1, R + P]; out: [T, H, V]. `layer.latent` has the layer's projection."""
         for part in covering_plan(plan, batch, CompositePlan, backend=self.backend_id).parts:
@@ -146,9 +132,7 @@ class LatentAttention(Composite):
                 assert part.plan is not None, "a part is ragged or planned by the child"
                 self._attend_absorbed(q[rows], k[rows], layer, part.batch, part.plan, out[rows])
 
-    def _attend_absorbed(
-        self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
-    ) -> None:
+    def _attend_absorbed(self, q: Tensor, k: Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: Tensor) -> None:
         """Multiply the key projection into the query and the value projection into the output; attend over latents between."""
         facts, kv_b = self.facts, _projection(layer)
         to_key, to_value = torch.split(kv_b, [facts.nope_dim, facts.value_dim], dim=1)  # [H, N, R], [H, V, R]
@@ -161,7 +145,7 @@ class LatentAttention(Composite):
         child.needs_none(child.attend(latent_q, k, k[..., : facts.rank], layer, batch, plan, latent_out))
         torch.bmm(latent_out.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
 
-    def _attend_ragged(self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, part: RaggedPart, out: torch.Tensor) -> None:
+    def _attend_ragged(self, q: Tensor, k: Tensor, layer: LayerSpec, part: RaggedPart, out: Tensor) -> None:
         """Piece by piece; the outputs of several are folded in float32."""
         if part.chunk_plan.key.batch != part.batch.identity:
             raise StalePlan(f"the pieces were planned for {part.chunk_plan.key}, and batch {part.batch.identity} is to run")
@@ -182,7 +166,7 @@ class LatentAttention(Composite):
                 whole_lse = fold(whole, whole_lse, out, lse)
         out.copy_(whole)
 
-    def _keys_values(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, k: Tensor, layer: LayerSpec, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys [L, H, N + P] and values [L, H, V] of a piece's tokens, made from latents: from `k`, or from those in `slots`."""
         latents = k[:, 0]  # [L, R + P]
         if slots is not None:
@@ -200,12 +184,12 @@ class LatentAttention(Composite):
         return keys, values
 
 
-def to_natural_log(lse: torch.Tensor, base: Literal["e", "2"]) -> torch.Tensor:
+def to_natural_log(lse: Tensor, base: Literal["e", "2"]) -> Tensor:
     """[S, H] float32, converted in place where it is in base 2."""
     return lse.mul_(math.log(2.0)) if base == "2" else lse
 
 
-def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+def fold(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> Tensor:
     """Softmax attention over two disjoint sets of keys from that over each (the merge of split-KV kernels, arXiv:2311.01282).
 
     out: [S, H, V] float32, overwritten with that over both; more: [S, H, V], of any dtype; lse, more_lse: [S, H] float32, natural,
@@ -217,7 +201,7 @@ def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: tor
     return whole
 
 
-def _projection(layer: LayerSpec) -> torch.Tensor:
+def _projection(layer: LayerSpec) -> Tensor:
     """[H, N + V, R]."""
     assert layer.latent is not None, "a model with latents has MLA layers and recurrent ones, no others"
     return layer.latent.kv_b

@@ -53,10 +53,8 @@ class BackendRelay:
             raise PluginError(f"{source} built {backend!r:.100}, which is no attention backend: it has no backend_id")
         if instance is not None and instance not in backend.backend_id:  # a wrapper has it between brackets
             raise PluginError(f"{source}: backend_id is {backend.backend_id!r}, but context.instance is {instance!r}")
-        self.backend = backend
-        self.backend_id = backend.backend_id
-        self.source = source
-        self._watch = watch
+        self.backend, self.backend_id = backend, backend.backend_id
+        self.source, self._watch = source, watch
         self.methods = _layer_methods(backend, source)
         self.attend, self.advance = (self._called(name) for name in LAYER_METHODS)
         manager = StrictPluginManager(BackendHooks)
@@ -118,10 +116,7 @@ class BackendRelay:
             alone = batches if all(batch.kv_lens is None for batch in batches) else batches[:1]
             return [self.make_plan(batch, capture=capture) for batch in alone]
         if not isinstance(plans, Sequence) or len(plans) != len(batches):
-            raise PluginError(
-                f"{self.source}: {self.backend_id} answered {DRAFT_STEPS} with {plans!r:.100}, not with a plan "
-                f"for each of the {len(batches)} batches"
-            )
+            raise self._answered(DRAFT_STEPS, f"{plans!r:.100}, not with a plan for each of the {len(batches)} batches")
         return [self._checked(plan, batch, DRAFT_STEPS, capture=capture) for plan, batch in zip(plans, batches, strict=True)]
 
     def make_chunk_plan(
@@ -132,11 +127,9 @@ class BackendRelay:
         if plan is None or isinstance(plan, Denied):
             return plan
         if not isinstance(plan, ChunkPlan):
-            raise PluginError(
-                f"{self.source}: {self.backend_id} answered {CHUNKS} with {plan!r:.100}, neither a ChunkPlan nor Denied"
-            )
+            raise self._answered(CHUNKS, f"{plan!r:.100}, neither a ChunkPlan nor Denied")
         if not plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=False):
-            raise PluginError(f"{self.source}: {self.backend_id} answered {CHUNKS} with a plan for {plan.key}, not for this batch")
+            raise self._answered(CHUNKS, f"a plan for {plan.key}, not for this batch")
         return plan
 
     def refresh(self, plan: ForwardPlan, batch: ForwardBatch) -> None:
@@ -179,18 +172,17 @@ class BackendRelay:
 
     def _checked(self, plan: object, batch: ForwardBatch, hook: str, *, capture: bool) -> ForwardPlan:
         if not isinstance(plan, ForwardPlan):
-            raise PluginError(
-                f"{self.source}: {self.backend_id} answered {hook} with {plan!r:.100}; a ForwardPlan is needed for every batch"
-            )
+            raise self._answered(hook, f"{plan!r:.100}; a ForwardPlan is needed for every batch")
         if not plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=capture):
             wanted = PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch, capture=capture)
-            raise PluginError(
-                f"{self.source}: {self.backend_id} answered {hook} with a plan for {plan.key} instead of {wanted}; "
-                "make its key with PlanKey.of(batch, self.backend_id, capture=capture)"
-            )
+            advice = "make its key with PlanKey.of(batch, self.backend_id, capture=capture)"
+            raise self._answered(hook, f"a plan for {plan.key} instead of {wanted}; {advice}")
         if self._watch is not None:
             self._watch.planned(batch, plan)
         return plan
+
+    def _answered(self, hook: str, what: str) -> PluginError:
+        return PluginError(f"{self.source}: {self.backend_id} answered {hook} with {what}")
 
 
 def _layer_methods(backend: AttnBackend, source: str) -> dict[str, Callable[..., object]]:

@@ -47,9 +47,7 @@ class LayerSocket:
         if self.on_capture is not None:
             self.on_capture(LayerCall("attend", (q, k, v), layer, out))
         else:
-            relay, plan = self._ready(batch)
-            if plan.key.capture:
-                relay.check_captured(plan, out)
+            relay, plan = self._ready(batch, out)
             if (told := relay.attend(q, k, v, layer, batch, plan, out)) is not None:
                 relay.needs_none(told)
             if self.on_written is not None:
@@ -60,9 +58,7 @@ class LayerSocket:
         if self.on_capture is not None:
             self.on_capture(LayerCall("advance", (mixed, gates), layer, out))
         else:
-            relay, plan = self._ready(batch)
-            if plan.key.capture:
-                relay.check_captured(plan, out)
+            relay, plan = self._ready(batch, out)
             if (told := relay.advance(mixed, gates, layer, batch, plan, out)) is not None:
                 relay.needs_none(told)
             if self.on_written is not None:
@@ -73,18 +69,20 @@ class LayerSocket:
 
         Rows of `out` past its tokens are cleared: what was there may be no number, and experts are chosen for these rows too.
         """
-        relay, plan = self._ready(batch)
         count, out = batch.num_tokens, call.out
+        relay, plan = self._ready(batch, out)
         rows = [tensor[:count] for tensor in call.rows]
         method = relay.attend if call.method == "attend" else relay.advance
         relay.needs_none(method(*rows, call.layer, batch, plan, out[:count]))
         if count < len(out):
             out[count:].zero_()
 
-    def _ready(self, batch: ForwardBatch) -> tuple[BackendRelay, ForwardPlan]:
+    def _ready(self, batch: ForwardBatch, out: torch.Tensor) -> tuple[BackendRelay, ForwardPlan]:
         assert self.relay is not None, "a model ran while its weights were being recorded"
         if batch.plan is None:
             raise StalePlan(
                 "the batch has no plan; plan after padding and before attend, and run the batch that `BackendRelay.plan` returned"
             )
+        if batch.plan.key.capture:
+            self.relay.check_captured(batch.plan, out)
         return self.relay, batch.plan

@@ -217,13 +217,8 @@ def read_rope(config: Mapping[str, object], head_dim: int) -> RopeShape:
         parameters.pop(key, None)
     if config.get("original_max_position_embeddings") is not None:  # Phi-style files state it outside, and it wins there
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return RopeShape(
-        kind=kind,
-        theta=theta,
-        rotary_dim=int(head_dim * partial),
-        max_positions=whole_number(config, "max_position_embeddings"),
-        parameters=parameters,
-    )
+    rotary_dim, positions = int(head_dim * partial), whole_number(config, "max_position_embeddings")
+    return RopeShape(kind=kind, theta=theta, rotary_dim=rotary_dim, max_positions=positions, parameters=parameters)
 
 
 def read_decoder_shape(

@@ -19,9 +19,7 @@ _CONVERT: Final = (
 )
 _OTHER_WEIGHTS: Final = {  # by the ends of file names
     ".gguf": _GGUF,
-    ".pth": f"a pickle of PyTorch, {_CONVERT}",
-    ".pt": f"a pickle of PyTorch, {_CONVERT}",
-    ".bin": f"a pickle of PyTorch, {_CONVERT}",
+    **dict.fromkeys((".pth", ".pt", ".bin"), f"a pickle of PyTorch, {_CONVERT}"),
     ".onnx": f"ONNX, which is not read here; take the model in {_HUGGING_FACE}",
     ".h5": f"TensorFlow's format, which is not read here; take the model in {_HUGGING_FACE}",
     ".msgpack": f"Flax's format, which is not read here; take the model in {_HUGGING_FACE}",

@@ -38,6 +38,17 @@ class LinearFn(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+@runtime_checkable
+class NormingLinear(Protocol):
+    """A `LinearFn` that takes few rows with the add and the norm before it, as one kernel."""
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """`OpTable.add_rms_norm`, of what this product is called with next, and may have made then. None: nothing is done.
+
+        `residual` gets other memory, with the sum (`Tensor.set_`): what was a view of it keeps what was there.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingTensors:
     """How each of N rows is sampled. table: [5, N] float32 on the logits' device, the properties' values one after the other.

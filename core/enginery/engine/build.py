@@ -196,14 +196,8 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
     if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
         graphs.buffers = graphs.buffers._replace(forced=forced)
         captured = captured._replace(graphs=graphs.over(parts.step.relay))
-    return Runner(
-        parts.step,
-        tables=PageTables(parts.geometry),
-        captured=captured,
-        draft_model=parts.draft_model,
-        forced=forced,
-        siblings=parts.choice.draft_siblings,
-    )
+    tables, model, siblings = PageTables(parts.geometry), parts.draft_model, parts.choice.draft_siblings
+    return Runner(parts.step, tables=tables, captured=captured, draft_model=model, forced=forced, siblings=siblings)
 
 
 def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
@@ -280,10 +274,8 @@ def backend_bytes(choice: Choice) -> int:
     if choice.drafter is not None:
         # Recurrent layers keep, in float32, the rows that verify drafts until it is known how many of them stand: those of an eager
         # step, and for good those of a captured one.
-        widths = (
-            layer.recurrent.mixed_width + layer.recurrent.gates_width for layer in facts.layers if layer.recurrent is not None
-        )
-        found += (settings.max_batch_requests + settings.max_graph_requests) * sum(4 * width for width in widths)
+        kept = sum(4 * (rule.mixed_width + rule.gates_width) for layer in facts.layers if (rule := layer.recurrent) is not None)
+        found += (settings.max_batch_requests + settings.max_graph_requests) * kept
     if choice.device.type == "cpu":
         # Recordings of decoding steps keep for each size logits, and of every layer twice what is alive at once.
         rows = choice.parallel.num_lanes * sum(recorded_sizes(settings.max_graph_requests))

@@ -40,13 +40,8 @@ class CompileProcess:
 
     def __init__(self, registry: Registry, wanted: Sequence[tuple[str, AttnNeeds]]) -> None:
         order = msgspec.msgpack.encode(Order(manifest=registry.manifest, wanted=tuple(wanted)))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        command, pipe, nowhere = [sys.executable, "-m", __name__], subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=nowhere, stderr=pipe, start_new_session=True)
         write_frame(self._process.stdin, order)
 
     def wait(self) -> None:

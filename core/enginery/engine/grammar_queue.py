@@ -54,12 +54,8 @@ class Vocabulary:
         """Takes a second for a large one. Raises `CheckpointError`."""
         tokenizer = Tokenizer.from_folder(self.folder)
         found = tuple(tokenizer.token_bytes(token) if tokenizer.is_token(token) else b"" for token in range(self.vocab_size))
-        return GrammarTokens(
-            tokens=found,
-            special_ids=tokenizer.special_ids,
-            eos_token_ids=self.eos_token_ids,
-            encode=partial(tokenizer.encode, add_special_tokens=False),
-        )
+        special, encode = tokenizer.special_ids, partial(tokenizer.encode, add_special_tokens=False)
+        return GrammarTokens(tokens=found, special_ids=special, eos_token_ids=self.eos_token_ids, encode=encode)
 
 
 class Compilers:

@@ -76,14 +76,10 @@ class StepMeter:
         trace_file: Path,
         loads: ExpertLoads | None = None,
     ) -> None:
-        self._loads = loads
-        self._registry = registry
-        self._scheduler = scheduler
-        self._facts = facts
-        self._changeover = changeover
-        self._steps_by_backend: Counter[str] = Counter()
-        self._trace_file = trace_file
+        self._registry, self._scheduler, self._facts = registry, scheduler, facts
+        self._changeover, self._trace_file, self._loads = changeover, trace_file, loads
         self._trace: StepTrace | None = None
+        self._steps_by_backend: Counter[str] = Counter()
         self.num_steps = 0
         self._num_graph_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_tokens = self._num_preempted = self._num_nan = 0

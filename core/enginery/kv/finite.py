@@ -42,15 +42,12 @@ class FiniteMemory:
         largest_chunk: int = 0,
         within_items: bool = False,
     ) -> None:
-        self.page_size = page_size
-        self.window = window
-        self.states = states
+        self.page_size, self.window, self.states = page_size, window, states
         self.zero_page: Final = NO_STATE if states is None else states.num_pages + 1
         own = {WINDOW: None if window is None else window.allocator, STATE: states}
         self.allocators: Final[Mapping[MemoryKind, PageAllocator]] = {kind: each for kind, each in own.items() if each is not None}
         self.points = PointMaker(page_size, cache, window=window, has_states=states is not None, within_items=within_items)
-        self._cache = cache
-        self._largest_chunk = largest_chunk
+        self._cache, self._largest_chunk = cache, largest_chunk
         self.read: list[int] = []  # state pages that the step in the making reads, or keeps, and nobody else may write to in it
 
     @property

@@ -33,11 +33,8 @@ class PointMaker:
     def __init__(
         self, page_size: int, cache: RadixPrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
     ) -> None:
-        self.page_size = page_size
-        self._cache = cache
-        self._window = window
-        self._has_states = has_states
-        self._within_items = within_items
+        self.page_size, self._cache, self._window = page_size, cache, window
+        self._has_states, self._within_items = has_states, within_items
 
     def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
         """It goes on from `point`, or begins. num_matched: tokens whose pages are in the tree."""

@@ -57,9 +57,7 @@ class KVCacheManager:
     def __init__(
         self, page_size: int, cache: RadixPrefixCache, allocator: PageAllocator, *, seats: range, finite: FiniteMemory | None = None
     ) -> None:
-        self.page_size = page_size
-        self.cache = cache
-        self.allocator = allocator
+        self.page_size, self.cache, self.allocator = page_size, cache, allocator
         self.finite = finite or FiniteMemory(page_size, cache)
         self.seats = seats
         self.free_seats = list(reversed(seats))

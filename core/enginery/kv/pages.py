@@ -22,8 +22,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.num_cached = 0
-        self.num_idle = 0
+        self.num_cached = self.num_idle = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = array("i", bytes(4 * num_pages))
         self._shares = array("i", bytes(4 * num_pages))  # of the cache

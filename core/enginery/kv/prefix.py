@@ -107,17 +107,14 @@ class PrefixWatcher(Protocol):
 
     def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> None:
         """These pages, one behind the other, follow page `parent`; None: they begin a prefix. tokens: of all of them."""
-        ...
 
     def removed(self, pages: Sequence[int]) -> None: ...
 
     def resumable(self, point: ResumePoint, tokens: bytes, pages: Sequence[int], salt: str) -> None:
         """Sequences can go on from `point`, behind these tokens and the tree's pages of them, from the first on."""
-        ...
 
     def given_up(self, point: ResumePoint) -> None:
         """They cannot any more, if they could."""
-        ...
 
 
 class RadixPrefixCache:
@@ -127,13 +124,9 @@ class RadixPrefixCache:
         self, page_size: int, allocator: PageAllocator, points: ResumePoints | None = None, watcher: PrefixWatcher | None = None
     ) -> None:
         """points: None for a model whose memory is all of one kind, so that a sequence can go on behind any page."""
-        self._watcher = watcher
-        self.num_cached = 0
-        self.num_evictable = 0
-        self.num_evicted = 0
+        self.points, self._allocator, self._watcher = points, allocator, watcher
+        self.num_cached = self.num_evictable = self.num_evicted = 0
         self.root = PrefixNode(None, b"", b"", [])
-        self.points = points
-        self._allocator = allocator
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._announced: set[Announcement] = set()

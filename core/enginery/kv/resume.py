@@ -10,7 +10,7 @@ on from it has its own share. Before the step that computed it has completed it 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,11 +120,9 @@ class ResumePoints:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the shares in every page are those of the points that are here."""
         for kind, allocator in self.allocators.items():
-            found = [0] * allocator.num_pages
-            for point in self:
-                for page in point.pages[kind]:
-                    found[page] += 1
-            assert found == [allocator.shares(page) for page in range(allocator.num_pages)], f"shares in {kind} pages are wrong"
+            shares = Counter(page for point in self for page in point.pages[kind])
+            right = all(allocator.shares(page) == shares[page] for page in range(allocator.num_pages))
+            assert right, f"shares in {kind} pages are wrong"
             allocator.check_integrity()
         assert not any(point.is_dropped for point in self), "a point that was given up is still in order"
 

@@ -54,7 +54,7 @@ class SelfAttention:
         hidden, all_heads = context.facts.hidden_size, of.num_heads
         counts, units = (of.num_heads, of.num_kv_heads, of.num_kv_heads), (dim, dim, value_dim)
         rows = tuple(count * unit for count, unit in zip(counts, units, strict=True))
-        self.qkv = weights.linear(
+        self.entry = self.qkv = weights.linear(
             LinearShape(names=self.qkv_names, rows=rows, columns=hidden, cut=Cut.ROWS, unit=units, bias=qkv_bias, order=in_order)
         )
         self.out = take_out(weights, self.out_name, hidden=hidden, heads=all_heads, dim=value_dim, bias=out_bias)

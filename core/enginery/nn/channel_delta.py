@@ -63,7 +63,7 @@ class KimiDeltaAttention:
         cut, ends = (Cut.ROWS,) * 4, ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
         of_ends = (Cut.ROWS,) * 2 if rank is None else (Cut.NONE,) * 2
         low, unit = (whole, dim) if rank is None else (rank, 1)
-        self.projected = weights.linear(
+        self.entry = self.projected = weights.linear(
             LinearShape(
                 names=("q_proj", "k_proj", "v_proj", "b_proj", *ends),
                 rows=(whole, whole, whole, whole // dim, low, low),

@@ -6,7 +6,7 @@ T tokens, C hidden size, R rotary dim, V vocabulary. A family that differs in a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,11 +14,13 @@ from enginery.checkpoint.decoder_shape import DecoderShape
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import ModelContext, Point, WeightSource
+from enginery.contracts.ops import LinearFn, NormingLinear
 from enginery.contracts.parallel import Cut, StageTensors
 from enginery.contracts.weights import SILU, Activation, Linear, LinearShape
 from enginery.nn.activation import gate_function
 from enginery.nn.attention import SelfAttention
 from enginery.nn.norm import take_norm
+from enginery.nn.parallel import SingleRank
 from enginery.nn.rotary import rotary_table
 
 
@@ -38,7 +40,9 @@ class GatedMLP:
         """packed: the module that has gate and up in one piece, where the checkpoint stores them so."""
         hidden, inner, weights = context.facts.hidden_size, intermediate_size, weights.over_lanes()
         names = ("gate_proj", "up_proj") if packed is None else (packed,)
-        self.gate_up = weights.linear(LinearShape(names=names, rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=bias))
+        self.entry = self.gate_up = weights.linear(
+            LinearShape(names=names, rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=bias)
+        )
         self.down = weights.linear(
             LinearShape(names=("down_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=bias, complete=False)
         )
@@ -53,6 +57,13 @@ class AttentionBlock(Protocol):
     """A layer's attention: x [T, C], cos_sin [T, R] -> [T, C], with several ranks a partial sum."""
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Entered(Protocol):
+    """A block whose rows go to one product first, or to this one before all others."""
+
+    entry: LinearFn
 
 
 class DecoderLayer:
@@ -82,11 +93,15 @@ class DecoderLayer:
         self.attention_out_norm, self.mlp_out_norm = norm(shape.norms.attention_out), norm(shape.norms.mlp_out)
         self.attention = attention
         self.mlp = mlp
+        is_alone = isinstance(context.comm, SingleRank)  # no sum stands between what is added and the norm
+        self.entries = [block.entry if is_alone and isinstance(block, Entered) else None for block in (attention, mlp)]
 
     def attention_input(self, delta: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Adds `delta`, the last layer's output, to the residual stream in place and returns it normalised: all [T, C]."""
         if delta is None:
             return self.rms_norm(residual, self.attention_norm, self.eps)
+        if (x := self._entered(delta, residual, self.attention_norm, self.entries[0])) is not None:
+            return x
         return self.add_mlp_output(delta, residual, self.attention_norm)
 
     def add_mlp_output(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -95,13 +110,20 @@ class DecoderLayer:
             return self.add_rms_norm(delta, residual, weight, self.eps)  # it is the whole sum already
         return self.comm.add_rms_norm(delta, residual, weight, self.eps, of_all_lanes=True)
 
+    def _entered(
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, entry: LinearFn | None
+    ) -> torch.Tensor | None:
+        """The norm of the sum, if the product that is given it takes both; see `NormingLinear`."""
+        return entry.add_rms_norm(delta, residual, weight, self.eps) if isinstance(entry, NormingLinear) else None
+
     def feed_forward(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Each row for itself: adds attention's output to the residual stream in place and returns the MLP's, all [T, C]."""
-        if self.attention_out_norm is None:
-            x = self.comm.add_rms_norm(delta, residual, self.mlp_norm, self.eps)
-        else:
+        if self.attention_out_norm is not None:
             delta = self.rms_norm(self.comm.sum(delta), self.attention_out_norm, self.eps)
-            x = self.add_rms_norm(delta, residual, self.mlp_norm, self.eps)
+        x = self._entered(delta, residual, self.mlp_norm, self.entries[1])
+        if x is None:
+            add_norm = self.comm.add_rms_norm if self.attention_out_norm is None else self.add_rms_norm
+            x = add_norm(delta, residual, self.mlp_norm, self.eps)
         out = self.mlp(self.comm.all_rows(x))
         if self.mlp_out_norm is None:
             return out

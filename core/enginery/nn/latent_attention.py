@@ -69,7 +69,7 @@ class LatentSelfAttention:
         all_heads = context.facts.layers[spec.global_id].num_heads  # of all ranks
         self.num_heads, self.latents, self.norm_eps = spec.facts.num_heads, facts, norm_eps
         down, up = _query_shapes(facts, all_heads, hidden, q_rank=q_rank, bias=bias)
-        self.down = weights.linear(down)
+        self.entry = self.down = weights.linear(down)
         self.q_norm = None if q_rank is None else weights.take("q_a_layernorm.weight", (q_rank,))
         self.q_up = None if up is None else weights.linear(up)
         self.latent_norm = weights.take("kv_a_layernorm.weight", (facts.rank,))

@@ -100,7 +100,7 @@ class MixtureOfExperts:
             )
         )
         self.routes_gate = experts.shared_gate and not (experts.wide_router or experts.router_bias)  # one product for both
-        self.router = _take_router(context, weights, experts, with_gate=self.routes_gate)
+        self.entry = self.router = _take_router(context, weights, experts, with_gate=self.routes_gate)
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
             self.bias = weights.take(names.correction, (count,), dtype=torch.float32)

@@ -89,7 +89,7 @@ class GatedDeltaNet:
         """spec: without `recurrent`, which is taken here. apart: q, k and v, z, b and a are modules of their own, as Qwen3.5's."""
         (of, facts), hidden = recurrent_facts(context, spec), context.facts.hidden_size
         shape = _apart(of, hidden) if apart else _by_key_head(of, hidden, key_heads=facts.key_heads)
-        self.projected = weights.linear(shape)
+        self.entry = self.projected = weights.linear(shape)
         a_log, dt_bias = (weights.take(name, (of.value_heads,), dtype=torch.float32, cut=Cut.ROWS) for name in ("A_log", "dt_bias"))
         recurrent = RecurrentWeights(conv=take_conv(weights, "conv1d", of)[0], a_log=a_log, dt_bias=dt_bias)
         self.spec, self.facts, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), facts, norm_eps

@@ -92,10 +92,8 @@ def check(plugin: object, specs: type) -> list[str]:
     """Every problem of the plugin's implementations against `specs`, one sentence each; empty if there is none."""
     wanted, problems = hooks_of(specs), list[str]()
     if not isinstance(plugin, types.ModuleType) and inspect.getattr_static(type(plugin), "__getattr__", None) is not None:
-        advice = (
-            "hooks are found without it, so those of what it wraps would be lost; let enginery.attention.wrapper.Wrapper wrap it"
-        )
-        problems.append(f"{type(plugin).__name__} has a __getattr__: {advice}")
+        lost = "hooks are found without it, so those of what it wraps would be lost"
+        problems.append(f"{type(plugin).__name__} has a __getattr__: {lost}; let enginery.attention.wrapper.Wrapper wrap it")
     for name in dir(plugin):
         found = _static(plugin, name)
         options = _options(found)

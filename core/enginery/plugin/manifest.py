@@ -56,5 +56,4 @@ def _difference(there: PluginId, here: PluginRecord | None) -> str:
         return f"is {here.status}: {here.reason}"
     if (here.distribution, here.version) != (there.distribution, there.version):
         return f"is {here.distribution}=={here.version}"
-    same = here.offers == there.offers
-    return "" if same else f"offers {', '.join(here.offers)} instead of {', '.join(there.offers)}"
+    return "" if here.offers == there.offers else f"offers {', '.join(here.offers)} instead of {', '.join(there.offers)}"

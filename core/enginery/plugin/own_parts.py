@@ -14,11 +14,9 @@ from enginery.plugin.hookspecs import hookimpl
 @hookimpl
 def register_schedule_policies() -> list[SchedulePolicySpec]:
     """First come first served, the default, and shortest first; both within a priority."""
-    shortest = attrgetter("priority", "num_tokens", "arrival_s")
+    first, shortest = attrgetter("priority", "arrival_s"), attrgetter("priority", "num_tokens", "arrival_s")
     return [
-        SchedulePolicySpec(
-            name="fcfs", api=(2, 0), key=attrgetter("priority", "arrival_s"), summary="by priority, then by arrival"
-        ),
+        SchedulePolicySpec(name="fcfs", api=(2, 0), key=first, summary="by priority, then by arrival"),
         SchedulePolicySpec(name="shortest-first", api=(2, 0), key=shortest, summary="by priority, then by number of tokens"),
     ]
 

@@ -40,6 +40,11 @@ class AttentionChoice:
     def name(self) -> str:
         return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
 
+    def plans_late(self, *, one: bool) -> bool:
+        """Whether what verifies drafts, of any steps or those of one request, has to know lengths when it plans."""
+        others = {"prefill", *(("softmax", "decode") if one and "single" in self.by_role else ())}
+        return any(not offer.spec.capabilities.verify_lengths for role, offer in self.by_role.items() if role not in others)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelWish:
@@ -146,12 +151,8 @@ def choose_first(
     A backend that was asked for by name is waited for too, and all are where that was asked for.
     """
     late = {wish.backend for wish in to_compile}
-    named = {
-        asked.attention_backend,
-        asked.prefill_attention_backend,
-        asked.decode_attention_backend,
-        asked.linear_attention_backend,
-    }
+    named: set[str | None] = {asked.attention_backend, asked.linear_attention_backend}
+    named |= {asked.prefill_attention_backend, asked.decode_attention_backend}
     while late and not (asked.wait_for_kernels or late & named):
         try:
             chosen, _ = choose_attention(asked, registry, needs, leave_out=late)

@@ -105,17 +105,9 @@ def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: st
     leaf = _leaf(parts, offer, part=part)
     if not latent:
         return leaf
-    settings = parts.choice.settings
-    return _composite(
-        parts,
-        LatentAttention(
-            leaf,
-            capabilities=offer.spec.capabilities,
-            geometry=parts.pool.geometry,
-            pool=parts.pool,
-            settings=LatentSettings(strategy=settings.mla_prefill, chunk_tokens=settings.mla_chunk_tokens),
-        ),
-    )
+    pool, chosen, can = parts.pool, parts.choice.settings, offer.spec.capabilities
+    settings = LatentSettings(strategy=chosen.mla_prefill, chunk_tokens=chosen.mla_chunk_tokens)
+    return _composite(parts, LatentAttention(leaf, capabilities=can, geometry=pool.geometry, pool=pool, settings=settings))
 
 
 def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) -> BackendRelay:

@@ -34,13 +34,8 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device is {asked!r}, but there are {torch.cuda.device_count()} CUDA devices, counted from 0")
     free, _ = torch.cuda.mem_get_info(index)
-    return DeviceFacts(
-        kind="cuda",
-        name=torch.cuda.get_device_name(index),
-        available_bytes=free,
-        num_threads=threads,
-        compute_capability=torch.cuda.get_device_capability(index),
-    )
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return DeviceFacts(kind="cuda", name=name, available_bytes=free, num_threads=threads, compute_capability=capability)
 
 
 def of_one_rank(device: DeviceFacts, parallel: ParallelFacts, *, is_shared: bool = True) -> DeviceFacts:

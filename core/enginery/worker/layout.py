@@ -42,9 +42,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         FULL: View(slots=torch.from_numpy(slots), page_table_cpu=torch.from_numpy(page_table))
     }
     if tables.window is not None:
-        views[WINDOW] = _window_view(
-            tables.window, items.seat, kv_lens, column=column, row_of=row_of, page_size=page_size, offset=offset
-        )
+        views[WINDOW] = _window_view(tables.window, step, column=column, row_of=row_of, offset=offset, page_size=page_size)
     views[STATE] = _state_view(step, seats)
     return ForwardBatch(
         phase=step.phase,
@@ -135,16 +133,11 @@ def _of_drafts(step: StepInput, items: Items, positions: np.ndarray, *, row_of: 
 
 
 def _window_view(
-    table: KindTable,
-    seats: np.ndarray,
-    kv_lens: np.ndarray,
-    *,
-    column: np.ndarray,
-    row_of: np.ndarray,
-    page_size: int,
-    offset: np.ndarray,
+    table: KindTable, step: StepInput, *, column: np.ndarray, row_of: np.ndarray, offset: np.ndarray, page_size: int
 ) -> View:
     """Its table begins, for each request, with the first page that is held. column, offset, row_of: [T], of each token."""
+    items = step.columns()
+    seats, kv_lens = items.seat, items.start + step.rows
     firsts = table.firsts[seats]
     held = table.from_firsts(seats, int((-(-kv_lens // page_size) - firsts).max(initial=1)))
     slots = held[row_of, column - firsts[row_of]].astype(np.int64) * page_size + offset

@@ -27,7 +27,6 @@ class LayerNeeds(NamedTuple):
             page_size=settings.page_size,
             layers=tuple(layer for layer in layers if layer.recurrent is None),
             compute_capability=device.compute_capability,
-            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED}),
         )
         recurrent = tuple(layer for layer in layers if layer.recurrent is not None)
         return cls(softmax, dataclasses.replace(softmax, kv_dtype=settings.dtype, layers=recurrent))

@@ -95,8 +95,7 @@ class NamedTensors:
         return buffer[: batch.num_tokens if named.axis is Axis.TOKEN else batch.num_requests]
 
     def _shape(self, named: NamedTensor, sizes: Mapping[Axis, int] | None = None) -> tuple[int, ...]:
-        along = sizes or self._longest
-        return named.dims if named.axis is Axis.NONE else (along[named.axis], *named.dims)
+        return named.dims if named.axis is Axis.NONE else ((sizes or self._longest)[named.axis], *named.dims)
 
 
 def _dtype(named: NamedTensor) -> torch.dtype:

@@ -14,33 +14,47 @@ import compile_only
 from enginery.api import AttnLayerFacts, LatentFacts
 from enginery_attn_triton.launch import Memory, Scores, run_decode
 from enginery_attn_triton.plan import Split
-from enginery_attn_triton.splitting import split_decoding
+from enginery_attn_triton.splitting import split_decoding, split_verifying
 from enginery_attn_triton.tiling import Device, LayerCut
 
 H200 = Device(num_units=132, shared_bytes=compile_only.SHARED_BYTES, chained=True)
 LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 GPT_OSS = AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64, sliding_window=128, sinks=True)
-LAYERS = (GPT_OSS, *(AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=576, latent=LATENT) for heads in (16, 32, 64, 128)))
+LATENTS = {heads: AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=576, latent=LATENT) for heads in (16, 20, 32, 64, 128)}
+
+
+def compile_decode(facts: AttnLayerFacts, length: int = 1, *, lengths: bool = False, trees: bool = False) -> None:
+    """length: rows of the request. lengths, trees: on the device."""
+    cut, kv_lens = LayerCut.of(facts, itemsize=2, device=H200, length=length), np.array([640], dtype=np.int32)
+    items, splits, _ = (split_verifying if length > 1 else split_decoding)(kv_lens, cut.decode, columns=40)
+    split = Split(items=torch.from_numpy(items), splits=torch.from_numpy(splits), tall=None, merged=True)
+    keys = torch.zeros(41, 16, facts.num_kv_heads, facts.head_dim, dtype=torch.bfloat16)
+    memory = Memory(k=keys, v=keys[..., : facts.value_dim], pages=torch.zeros(40, dtype=torch.int32))
+    q = torch.zeros(length, facts.num_heads, facts.head_dim, dtype=torch.bfloat16)
+    run_decode(
+        q,
+        memory,
+        torch.empty_like(q[..., : facts.value_dim]),
+        cut=cut,
+        split=split,
+        parts=torch.empty(cut.workspace_bytes, dtype=torch.uint8),
+        scores=Scores(scale=0.1, window=facts.sliding_window, sinks=torch.zeros(facts.num_heads) if facts.sinks else None),
+        lengths=torch.from_numpy(kv_lens) if lengths else None,
+        trees=torch.ones(1, length, length, dtype=torch.bool) if trees else None,
+    )
 
 
 def main() -> None:
     compile_only.install()
-    for facts in LAYERS:
-        cut = LayerCut.of(facts, itemsize=2, device=H200)
-        items, splits, _ = split_decoding(np.array([640], dtype=np.int32), cut.decode, columns=40)
-        split = Split(items=torch.from_numpy(items), splits=torch.from_numpy(splits), tall=None, merged=True)
-        keys = torch.zeros(41, 16, facts.num_kv_heads, facts.head_dim, dtype=torch.bfloat16)
-        memory = Memory(k=keys, v=keys[..., : facts.value_dim], pages=torch.zeros(40, dtype=torch.int32))
-        q = torch.zeros(1, facts.num_heads, facts.head_dim, dtype=torch.bfloat16)
-        run_decode(
-            q,
-            memory,
-            torch.empty_like(q[..., : facts.value_dim]),
-            cut=cut,
-            split=split,
-            parts=torch.empty(cut.workspace_bytes, dtype=torch.uint8),
-            scores=Scores(scale=0.1, window=facts.sliding_window, sinks=torch.zeros(facts.num_heads) if facts.sinks else None),
-        )
+    compile_decode(GPT_OSS)
+    for facts in LATENTS.values():
+        compile_decode(facts)
+    for heads, length in ((16, 2), (16, 4), (20, 2), (128, 2)):
+        compile_decode(LATENTS[heads], length)
+    for length in (2, 4):
+        compile_decode(LATENTS[16], length, lengths=True)
+        compile_decode(LATENTS[16], length, trees=True)
+    compile_decode(LATENTS[16], 5, lengths=True, trees=True)
 
 
 if __name__ == "__main__":

@@ -132,30 +132,48 @@ def test_what_is_never_split_is_not_merged_where_it_is_captured(bench) -> None:
 VERIFYING = {
     "a window": AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=40, sinks=True),
     "wide groups": AttnLayerFacts(num_heads=32, num_kv_heads=1, head_dim=16),
+    "latents": AttnLayerFacts(
+        num_heads=16, num_kv_heads=1, head_dim=48, latent=LatentFacts(rank=32, rope_dim=16, nope_dim=16, value_dim=16)
+    ),
 }
 
 
-@pytest.mark.parametrize("layer", VERIFYING)
-@pytest.mark.parametrize("length", [2, 4])
+def verifying(layer: str) -> AttnCase:
+    """Latents in two bytes, whose tiles depend on the number of rows."""
+    facts = VERIFYING[layer]
+    return AttnCase(facts=facts, page_size=16, dtype="float32" if facts.latent is None else "bfloat16")
+
+
+# Of latents two rows are a tile each, three and four are in one, and more are in two.
+VERIFIED = [*((layer, rows) for layer in VERIFYING for rows in (2, 4)), *(("latents", rows) for rows in (3, 5, 8))]
+
+
+@pytest.mark.parametrize(("layer", "length"), VERIFIED)
 def test_a_captured_plan_of_verifications_is_refreshed_for_other_lengths(interpreter, layer, length) -> None:
-    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
-    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
-    size = 12 // length
+    bench = Workbench(Interpreted.subject(), verifying(layer))
+    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=24)
+    size = 24 // length
     empty = dataclasses.replace(bench.batch([], Phase.VERIFY), decode_len=length)
-    captured = bench.relay.plan(bench.pad(empty, requests=size, tokens=12), capture=True)
+    captured = bench.relay.plan(bench.pad(empty, requests=size, tokens=size * length), capture=True)
     for cached in ((200, 0, 15, 16, 90, 1), (9, 300), (1,)):
         turns = bench.turns([(kept, length) for kept in cached[:size]])
         found = bench.replay(captured, turns, Phase.VERIFY)
-        compare(found, [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
+        compare(found, [bench.expected(turn) for turn in turns], dtype=bench.case.dtype, what=f"{cached}")
 
 
 # The row before each row: two guesses in a row, and beside each of them one other, or two.
-@pytest.mark.parametrize("parents", [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1, 1]], ids=str)
-def test_a_captured_plan_of_combs_has_its_masks_for_good(interpreter, parents) -> None:
+@pytest.mark.parametrize(
+    ("layer", "parents"),
+    [
+        *((layer, parents) for layer in ("wide groups", "latents") for parents in ([0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1, 1])),
+        *(("latents", parents) for parents in ([0, 0], [0, 0, 0], [0, 0, 1, 0])),
+    ],
+    ids=str,
+)
+def test_a_captured_plan_of_combs_has_its_masks_for_good(interpreter, layer, parents) -> None:
     """Written once; the lengths of requests change, and some are padding."""
     length, size = len(parents), 4
-    case = AttnCase(facts=VERIFYING["wide groups"], page_size=16, dtype="float32")
-    bench = Workbench(Interpreted.subject(), case)
+    bench = Workbench(Interpreted.subject(), verifying(layer))
     bench.relay.ask("init_graph_state", max_batch_size=size, max_num_tokens=size * length)
 
     def padded(turns: list[Turn]) -> ForwardBatch:
@@ -174,14 +192,14 @@ def test_a_captured_plan_of_combs_has_its_masks_for_good(interpreter, parents) -
         bench.relay.refresh(captured.plan, padded(turns))
         bench.call_leaf(bench.inputs(turns, size * length), captured, captured.plan, whole[1:-1])
         expected = [expected_of_tree(bench, turn, parents) for turn in turns]
-        compare(bench.rows_of(whole, turns), expected, dtype="float32", what=f"{cached}")
+        compare(bench.rows_of(whole, turns), expected, dtype=bench.case.dtype, what=f"{cached}")
 
 
 @pytest.mark.parametrize("layer", VERIFYING)
 @pytest.mark.parametrize("capture", [False, True])
 def test_keys_behind_lengths_that_the_device_alone_knows_weigh_nothing(interpreter, layer, capture) -> None:
     """By tables of upper bounds, so that whole items lie behind the end, where memory is not even numbers."""
-    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
+    bench = Workbench(Interpreted.subject(), verifying(layer))
     bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
     turns = bench.turns([(length, 1) for length in (200, 3, 40, 64)])
     exact = bench.pad(bench.batch(turns, Phase.DECODE), requests=2, tokens=2)
@@ -207,17 +225,16 @@ def test_keys_behind_lengths_that_the_device_alone_knows_weigh_nothing(interpret
     for batch, plan in zip(batches, (first, second), strict=True):
         whole = bench.guarded_out(6)
         bench.call_leaf(bench.inputs(turns, 6), batch, plan, whole[1:-1])
-        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what="bounds")
+        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype=bench.case.dtype, what="bounds")
 
 
-@pytest.mark.parametrize("layer", VERIFYING)
-@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize(("layer", "length"), VERIFIED)
 @pytest.mark.parametrize("capture", [False, True])
 def test_verifications_whose_lengths_the_device_alone_knows(interpreter, layer, length, capture) -> None:
     """The host has more keys of each, whole items too; what lies behind the true ones is not even numbers."""
-    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
-    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
-    size, captured = 12 // length, None
+    bench = Workbench(Interpreted.subject(), verifying(layer))
+    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=24)
+    size, captured = 24 // length, None
     for cached, more in (((200, 3, 30), 90), ((9, 300, 0), 5), ((1, 45), 1)):
         turns = bench.turns([(kept, length) for kept in cached])
         bench.batch(turns, Phase.VERIFY)  # as a model does, its keys are written first
@@ -238,9 +255,9 @@ def test_verifications_whose_lengths_the_device_alone_knows(interpreter, layer, 
         elif captured.kv_lens is not None:
             captured.kv_lens.copy_(exact.kv_lens_cpu)
             bench.relay.refresh(captured.plan, batch)
-        whole = bench.guarded_out(12)
-        bench.call_leaf(bench.inputs(turns, 12), captured, captured.plan, whole[1:-1])
-        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
+        whole = bench.guarded_out(size * length)
+        bench.call_leaf(bench.inputs(turns, size * length), captured, captured.plan, whole[1:-1])
+        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype=bench.case.dtype, what=f"{cached}")
 
 
 SPLIT_PROMPTS = (

@@ -208,12 +208,37 @@ def test_a_request_of_latents_is_cut_into_one_wave_of_items_of_one_or_two_tiles(
     assert (items[:, 3] - items[:, 2]).max() <= max(64, layer.decode_tile.keys)
 
 
+@pytest.mark.parametrize(
+    ("heads", "length", "tile", "together", "programs"),
+    [
+        (16, 2, (16, 64, 16), 1, 1),  # a token's heads in a tile
+        (16, 3, (64, 32, 16), 3, 1),
+        (16, 4, (64, 32, 16), 4, 1),
+        (16, 5, (64, 32, 16), 4, 1),  # in two chunks
+        (8, 2, (16, 128, 8), 2, 1),
+        (8, 4, (16, 64, 8), 2, 1),
+        (20, 2, (64, 32, 20), 2, 1),
+        (32, 2, (64, 32, 32), 2, 1),
+        (128, 2, (64, 32, 64), 1, 2),
+    ],
+)
+def test_verified_rows_of_latents_have_the_tiles_of_so_many_heads(
+    heads: int, length: int, tile: tuple[int, int, int], together: int, programs: int
+) -> None:
+    layer = LayerCut.of(dataclasses.replace(DEEPSEEK, num_heads=heads), itemsize=2, device=H200, length=length)
+    found, cut = layer.decode_tile, layer.decode
+    assert (found.rows, found.keys, found.group_rows) == tile
+    assert (cut.together, cut.programs) == (together, programs)
+    items = split_verifying(lens(1024), cut, columns=64).items
+    assert len(items) * programs <= resident(found, layer.dims, H200) * H200.num_units, "one wave"
+    assert (items[:, 3] - items[:, 2]).max() <= max(64, found.keys)
+    assert layer.workspace_bytes <= WORKSPACE_BYTES
+
+
 @pytest.mark.parametrize("length", [1, 2])
-def test_devices_with_little_shared_memory_and_verifications_have_small_tiles_of_latents(length: int) -> None:
-    dims = HeadDims.of(DEEPSEEK, 2)
+def test_devices_with_little_shared_memory_have_small_tiles_of_latents(length: int) -> None:
     small = dataclasses.replace(H200, shared_bytes=99 << 10)
-    assert decode_tile(dims, small, length=length).keys == 16
-    assert decode_tile(dims, H200, length=2).keys == 16
+    assert decode_tile(HeadDims.of(DEEPSEEK, 2), small, length=length).keys == 16
 
 
 def test_tiles_fit_into_shared_memory() -> None:
@@ -253,10 +278,11 @@ def test_a_recent_cut_serves_requests_that_have_grown_a_little(kv_lens, steps) -
 @given(
     kv_lens=st.lists(st.integers(60, 3000), min_size=1, max_size=64),
     steps=st.lists(st.integers(0, 8), min_size=1, max_size=4),
-    length=st.sampled_from((2, 4, 8)),
+    length=st.sampled_from((2, 4, 5, 8)),
+    facts=st.sampled_from((LLAMA, DEEPSEEK, dataclasses.replace(DEEPSEEK, num_heads=16))),
 )
-def test_a_recent_cut_serves_verifications_that_have_grown_unequally(kv_lens, steps, length) -> None:
-    cut = LayerCut.of(LLAMA, itemsize=2, device=H200, length=length).decode
+def test_a_recent_cut_serves_verifications_that_have_grown_unequally(kv_lens, steps, length, facts) -> None:
+    cut = LayerCut.of(facts, itemsize=2, device=H200, length=length).decode
     recent, now = RecentCut(lens(*kv_lens), cut, columns=200, page_size=16, shared=[]), lens(*kv_lens)
     for grown in steps:
         now = lens(*(kv_len + grown * place % 9 for place, kv_len in enumerate(now.tolist())))

@@ -36,6 +36,17 @@ def compiled(kernel: triton.JITFunction, num_warps: int, *, registers: int | Non
     return made
 
 
+def check_few_by_matvec(columns: int) -> None:
+    """A router's, of 8 rows."""
+    shape = matvec_shape(columns)
+    sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead, ROWS=8)
+    made = compiled(matvec, shape.num_warps, **sizes)
+    ahead, behind = made.asm["ptx"].split("griddepcontrol.wait")
+    assert "L1::evict_first" in ahead
+    assert "L1::evict_first" not in behind, "the weight is read once for all rows"
+    assert "LDL" not in made.asm["sass"], "all of it is in registers"
+
+
 def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
     shape = direct_shape(outputs, columns, 8, multiprocessors=132)
     assert shape is not None
@@ -61,7 +72,9 @@ def main() -> None:
         sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
         before_sums = compiled(matvec, shape.num_warps, **sizes).asm["ptx"].split("shfl")[0]
         assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
-    for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048)):
+        check_few_by_matvec(columns)
+    check_few_by_matvec(2880)
+    for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048), (21888, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):

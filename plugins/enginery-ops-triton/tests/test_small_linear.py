@@ -61,6 +61,10 @@ def test_all_programs_of_a_product_run_at_once(
         (4096, 14336, 1, None),
         (4096, 14336, 8, (16, 16, 4)),
         (28672, 4096, 8, None),  # cuBLAS
+        (21888, 2048, 2, (32, 8, 2)),
+        (21888, 2048, 1, None),  # as matvec
+        (32784, 2048, 8, None),
+        (21888, 2304, 8, None),
         (1056, 2880, 8, (16, 16, 3)),
         (128, 2880, 8, None),
         (4096, 1024, 8, None),
@@ -79,6 +83,7 @@ def test_direct_products_where_they_are_fastest(
         (28672, 4096, ["Matvec", "partial", "Shares", "Shares", "Shares"]),  # of 2 to 8 rows by torch, not in shares
         (4096, 4096, ["DirectRows", "DirectRows", "Shares", "Shares", "FewRows"]),
         (6144, 4096, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
+        (21888, 2048, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
         (1024, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
     ],
 )
@@ -93,6 +98,47 @@ def test_what_serves_each_number_of_rows_on_hopper(
     assert isinstance(product, small_linear.Product)
     assert [type(product.by_rows[most]).__name__ for most in (1, 8, 16, 32, 64)] == expected
     assert list(product.by_rows) == sorted(product.by_rows), "the first that is for so many rows is taken"
+
+
+@pytest.mark.parametrize(
+    ("experts", "columns", "rows", "own"),
+    [
+        (64, 2048, 2, True),  # DeepSeek-V2-Lite
+        (6, 2880, 3, True),  # gpt-oss's columns, in one block
+        (9, 2304, 8, True),  # Kimi-Linear's, in nine
+        (5, 200, 7, True),
+        (8, 256, 9, False),
+        (4, 5120, 1, True),
+        (4, 5120, 2, False),  # more columns than a program has at once
+    ],
+)
+def test_what_serves_a_router_of_few_rows(
+    experts: int, columns: int, rows: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of NaN lie around those that are given: only these are read, and nothing is written behind those that are told."""
+    torch.manual_seed(rows)
+    device = "cpu" if INTERPRETED.value else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("triton was imported for the compiler in this process")
+    asked, room = list[int](), torch.full((16, experts), -1.0, device=device)
+
+    def of_torch(x: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        return x.float() @ weight.float().T
+
+    weight = (torch.randn(experts, columns) * columns**-0.5).to(device, torch.bfloat16)
+    monkeypatch.setattr(small_linear.reference_ops, "bind_router", lambda _: of_torch)
+    router = small_linear.bind_router(weight, dependent_launch=device == "cuda")
+    wider = torch.full((rows + 2, columns), float("nan"), dtype=torch.bfloat16, device=device)
+    x = wider[1:-1].copy_(torch.randn(rows, columns))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda shape, **_: room[: shape[0]])
+        logits = router(x)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (rows, experts)
+    assert (room[rows:] == -1).all()
+    assert asked == ([] if own else [rows])
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, atol=1e-5, rtol=1e-4)
 
 
 def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from enginery.api import OpNeeds
+from enginery.api import NormingLinear, OpNeeds
 from enginery.nn import reference_ops
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.ops import TritonOps
@@ -233,7 +233,7 @@ def test_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, 
 
 
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 256), (2, 128), (8, 64), (2, 512)])
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 def test_a_matrix_vector_product_equals_the_reference_whatever_its_blocks(
     block_n: int, block_k: int, rows: int, device: str
 ) -> None:
@@ -270,6 +270,64 @@ def test_products_of_models_equal_the_reference(outputs: int, columns: int, rows
     weight = random(outputs, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
     x = random(rows, columns, dtype=torch.bfloat16, device=device)
     close(ops(device).bind_linear(weight, None)(x), reference_ops.bind_linear(weight, None)(x))
+
+
+@pytest.mark.parametrize(("columns", "outputs"), [(64, 40), (320, 96), (2304, 12), (2048, 1030), (2880, 1025)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_one_row_norms_the_row(columns: int, outputs: int, bias: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(columns)
+    weight = random(outputs, columns, dtype=dtype, device=device, scale=columns**-0.5)
+    product = ops(device).bind_linear(weight, random(outputs, dtype=dtype, device=device) if bias else None)
+    assert isinstance(product, NormingLinear)
+    delta, residual, scale = (random(*size, columns, dtype=dtype, device=device) for size in ((1,), (1,), ()))
+    given, was, view = residual.clone(), residual.clone(), residual[0]
+    normed = product.add_rms_norm(delta, residual, scale, 1e-5)
+    assert normed is not None
+    close(normed, reference_ops.add_rms_norm(delta, given, scale, 1e-5))
+    assert torch.equal(residual, given)
+    assert torch.equal(view, was[0]), "the sum has memory of its own"
+    made = product(normed)
+    close(made, product(given.new_tensor(normed.tolist())))
+    assert product(normed) is not made, "it is handed out once"
+
+
+def test_a_router_norms_the_row(device: str) -> None:
+    weight = random(12, 320, dtype=torch.bfloat16, device=device, scale=0.1)
+    router = ops(device).bind_router(weight)
+    assert isinstance(router, NormingLinear)
+    delta, residual, scale = (random(*size, 320, dtype=torch.bfloat16, device=device) for size in ((1,), (1,), ()))
+    given = residual.clone()
+    normed = router.add_rms_norm(delta, residual, scale, 1e-5)
+    assert normed is not None
+    close(normed, reference_ops.add_rms_norm(delta, given, scale, 1e-5))
+    logits = router(normed)
+    assert logits.dtype == torch.float32
+    close(logits, reference_ops.bind_router(weight)(normed), scale=2e3)  # whose row was rounded
+
+
+def test_what_a_product_made_of_a_norm_is_of_that_norm_alone(device: str) -> None:
+    product = ops(device).bind_linear(random(40, 64, dtype=torch.float32, device=device), None)
+    assert isinstance(product, NormingLinear)
+    delta, residual, scale, other = (random(*size, 64, dtype=torch.float32, device=device) for size in ((1,), (1,), (), (1,)))
+    normed = product.add_rms_norm(delta, residual, scale, 1e-5)
+    assert normed is not None
+    close(product(other), reference_ops.bind_linear(product.weight, None)(other))
+    close(product(normed), reference_ops.bind_linear(product.weight, None)(normed))
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_norms_of_other_rows_are_left_to_others(rows: int, device: str) -> None:
+    product = ops(device).bind_linear(random(40, 64, dtype=torch.float32, device=device), None)
+    assert isinstance(product, NormingLinear)
+    delta, residual, scale = (random(*size, 64, dtype=torch.float32, device=device) for size in ((rows,), (rows,), ()))
+    before = residual.clone()
+    assert product.add_rms_norm(delta, residual, scale, 1e-5) is None
+    wide = ops(device).bind_linear(random(4, 4608, dtype=torch.float32, device=device), None)
+    assert isinstance(wide, NormingLinear)
+    assert wide.add_rms_norm(*random(2, 1, 4608, dtype=torch.float32, device=device), scale, 1e-5) is None, "too wide"
+    assert product.add_rms_norm(delta[:1], residual[:1], scale.double(), 1e-5) is None, "the weight is of another type"
+    assert torch.equal(residual, before)
 
 
 def test_other_inputs_go_to_torch(device: str) -> None:

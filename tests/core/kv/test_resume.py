@@ -87,6 +87,15 @@ def test_a_match_goes_on_from_the_deepest_point_on_its_way():
     cache.check_integrity()
 
 
+def test_a_share_that_no_point_has_is_noticed():
+    cache, allocator, states = cache_of()
+    point, _ = point_at(cache, states, 2, insert(cache, allocator, 1, 2))
+    cache.check_integrity()
+    states.hold(point.pages[STATE], cached=True)
+    with pytest.raises(AssertionError, match="shares in state pages are wrong"):
+        cache.check_integrity()
+
+
 def test_pages_that_are_given_up_for_want_of_others_are_counted():
     cache, allocator, states = cache_of(num_states=3)
     tokens = insert(cache, allocator, 1, 2, 3, 4, 5, 6)

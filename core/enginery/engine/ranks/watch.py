@@ -24,6 +24,7 @@ from enginery.engine.ranks.patience import Patience
 from enginery.errors import EngineDied, EnginError
 from enginery.worker.ranks.gloo import Standing
 
+Link = zmq.Socket[bytes]
 _LOOK_S: Final = 0.05
 _LAST_WORDS_S: Final = 0.5  # until what a dying rank said has come
 _PAUSE_S: Final = 2.0  # this process did not run meanwhile: nobody could be heard
@@ -33,14 +34,7 @@ class Watch:
     """Starts the ranks and ends them. running: those processes, once they are started. cause: why they ended; None: they run."""
 
     def __init__(
-        self,
-        launch: Launch,
-        count: int,
-        *,
-        reports: zmq.Socket[bytes],
-        deadline_s: float,
-        standing: Standing,
-        joining: Listening | None,
+        self, launch: Launch, count: int, *, reports: Link, deadline_s: float, standing: Standing, joining: Listening | None
     ) -> None:
         """reports: where ranks tell how they are; closed at the end. standing: what the engine's own rank does.
 
@@ -110,7 +104,7 @@ class Watch:
         finally:
             self._reports.close(linger=0)
 
-    def _watch(self, running: RunningRanks, link: zmq.Socket[bytes]) -> None:
+    def _watch(self, running: RunningRanks, link: Link) -> None:
         looked_s = time.monotonic()
         while self._grace_s is None and self.cause is None:
             self._listen(link, _LOOK_S)
@@ -129,7 +123,7 @@ class Watch:
                 running.end(grace_s=0.0)
                 self._fail(EngineDied(hung))
 
-    def _listen(self, link: zmq.Socket[bytes], seconds: float, *, until_silent: bool = True) -> None:
+    def _listen(self, link: Link, seconds: float, *, until_silent: bool = True) -> None:
         """Take in what comes within so many seconds, or as long as there is something."""
         end_s = time.monotonic() + seconds
         while link.poll(max(0, int(1000 * (end_s - time.monotonic())))):

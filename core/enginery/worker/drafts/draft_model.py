@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from enginery.attention.axes import renewed
 from enginery.attention.relay import BackendRelay
@@ -65,16 +66,16 @@ class Ahead(NamedTuple):
     seats: np.ndarray
     at: np.ndarray
     window: np.ndarray
-    table: torch.Tensor
-    longest: torch.Tensor
+    table: Tensor
+    longest: Tensor
 
 
 class OneStep(NamedTuple):
     """What differs from step to step: positions, slots [S] int64, kv_lens [S] int32. Of several steps, [steps, S]."""
 
-    positions: torch.Tensor
-    slots: torch.Tensor
-    kv_lens: torch.Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_lens: Tensor
 
     @classmethod
     def of(cls, num_steps: int, size: int, device: torch.device) -> OneStep:
@@ -125,13 +126,13 @@ class DraftModel:
         self,
         step: StepInput,
         batch: ForwardBatch,
-        features: torch.Tensor,
+        features: Tensor,
         *,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor | None,
+        tokens: Tensor,
+        accepted: Tensor | None,
         draws: GuessDraws,
         tables: PageTables,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Guesses at what follows the last told token of each item that samples: [S, d * (1 + n)] int64, device, see `combs`.
 
         batch: the step's, with all of its input tokens. features: [T, F * C], of the target. tokens: [R], what was sampled.
@@ -143,8 +144,8 @@ class DraftModel:
         ahead = self.ahead(step, tables)
         uploaded = to_device(torch.from_numpy(np.concatenate((np.stack((begins, firsts, ahead.at)), ahead.window))), device)
         told, at = tokens.index_select(0, uploaded[0] + right), uploaded[2]
-        state: torch.Tensor | None = None
-        guesses = list[torch.Tensor]()
+        state: Tensor | None = None
+        guesses = list[Tensor]()
         if self.reads:
             if len(counts) and step.draft_len:
                 reading = self._reading(ahead, told, at + right, most_right=step.decode_len - 1, tables=tables)
@@ -162,7 +163,7 @@ class DraftModel:
             guesses += self.steps(batches, ids, state, first=first, choose=draws.choose)
         return verified_order(guesses) if guesses else told.new_empty(len(counts), 0)
 
-    def _sampled_rows(self, step: StepInput, rows: FollowedRows, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sampled_rows(self, step: StepInput, rows: FollowedRows, last: Tensor) -> tuple[Tensor, Tensor]:
         """Of the rows that are followed those that are sampled, [R], and the last told one of each item, [S]; device.
 
         last: the same of the step's rows. What is run over again in the next step is kept.
@@ -192,7 +193,7 @@ class DraftModel:
         window = pages.astype(np.int64) * size + offsets
         return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
 
-    def place(self, steps: OneStep, at: torch.Tensor, window: torch.Tensor, right: torch.Tensor) -> None:
+    def place(self, steps: OneStep, at: Tensor, window: Tensor, right: Tensor) -> None:
         """Write where the rows of steps are, each field [steps, S], of requests of whose drafts so many were right.
 
         at, right: [S], window: [W, S]. Device work only, and little of it: a graph has it between those of the models.
@@ -202,9 +203,7 @@ class DraftModel:
         torch.add(at, behind, out=steps.positions).clamp_(max=self._max_positions - 1)
         torch.add(steps.positions, 1, out=steps.kv_lens)
 
-    def step_batches(
-        self, ahead: Ahead, at: torch.Tensor, *, window: torch.Tensor, right: torch.Tensor, count: int
-    ) -> list[ForwardBatch]:
+    def step_batches(self, ahead: Ahead, at: Tensor, *, window: Tensor, right: Tensor, count: int) -> list[ForwardBatch]:
         """Of each of `count` steps, planned."""
         steps = OneStep.of(count, len(at), at.device)
         self.place(steps, at, window, right)
@@ -212,8 +211,8 @@ class DraftModel:
         return self.relay.plan_steps(batches)
 
     def steps(
-        self, batches: Sequence[ForwardBatch], ids: torch.Tensor, state: torch.Tensor | None, *, first: torch.Tensor, choose: Choose
-    ) -> list[torch.Tensor]:
+        self, batches: Sequence[ForwardBatch], ids: Tensor, state: Tensor | None, *, first: Tensor, choose: Choose
+    ) -> list[Tensor]:
         """One row for each request in each step, with the token that the one before guessed: of each step [S, 1 + n].
 
         batches: planned. ids: [S], of the first step. state: [S, C'], what stands before it; None: tokens alone are taken. first:
@@ -228,31 +227,23 @@ class DraftModel:
             state = made if self.takes_features else None
         return guesses
 
-    def follow(self, there: ForwardBatch, arrived: StageTensors | None) -> torch.Tensor:
+    def follow(self, there: ForwardBatch, arrived: StageTensors | None) -> Tensor:
         """What the model returns of all rows of a planned batch: [T, C']."""
         return _ran(self._modules[0], there, arrived)
 
-    def guess(self, state: torch.Tensor, positions: torch.Tensor, choose: Choose, module: Model | None = None) -> torch.Tensor:
+    def guess(self, state: Tensor, positions: Tensor, choose: Choose, module: Model | None = None) -> Tensor:
         """The target's tokens for these positions: [S, 1 + n]."""
         chosen = choose((module or self._modules[0]).logits(state), positions)
         return chosen if self._target_ids is None else self._target_ids[chosen]
 
     def _follow(
-        self,
-        rows: FollowedRows,
-        sampled: torch.Tensor,
-        tokens: torch.Tensor,
-        *,
-        last: torch.Tensor,
-        first: torch.Tensor,
-        most: int,
-        draws: GuessDraws,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, rows: FollowedRows, sampled: Tensor, tokens: Tensor, *, last: Tensor, first: Tensor, most: int, draws: GuessDraws
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run each module over all rows: what the last returned of the rows `last`, [S, C'], and a guess of each, up to `most`.
 
         sampled: [R], rows that are followed by `tokens`, [R]. first: [S], positions of the first guesses. One plan serves all.
         """
-        ids, guesses = rows.batch.input_ids.roll(-1).index_copy_(0, sampled, tokens), list[torch.Tensor]()
+        ids, guesses = rows.batch.input_ids.roll(-1).index_copy_(0, sampled, tokens), list[Tensor]()
         there, arrived = self.relay.plan(renewed(rows.batch, input_ids=ids)), {FEATURES: rows.features}
         for module in self._modules:
             if CARRIED in arrived:
@@ -265,9 +256,7 @@ class DraftModel:
                 guesses.append(self.guess(state.index_select(0, last), first + len(guesses), draws.choose, module))
         return state.index_select(0, last), guesses
 
-    def _reading(
-        self, ahead: Ahead, ids: torch.Tensor, positions: torch.Tensor, *, most_right: int, tables: PageTables
-    ) -> ForwardBatch:
+    def _reading(self, ahead: Ahead, ids: Tensor, positions: Tensor, *, most_right: int, tables: PageTables) -> ForwardBatch:
         """A planned row of each request, that sees the target's keys and values before `positions`, [S]; nothing is written.
 
         ids: [S], device, as positions. most_right: drafts of a request that may have been right.
@@ -280,11 +269,9 @@ class DraftModel:
         there.input_ids.copy_(ids)
         return self.relay.plan(there) if self.knows_lengths else self.relay.plan_steps([there])[0]
 
-    def _read(
-        self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws
-    ) -> list[torch.Tensor]:
+    def _read(self, there: ForwardBatch, features: Tensor, *, first: Tensor, most: int, draws: GuessDraws) -> list[Tensor]:
         """`most` guesses, by one plan. there: see `_reading`. features: of the rows before. first: where the first ones are."""
-        guesses, arrived = list[torch.Tensor](), {FEATURES: features}
+        guesses, arrived = list[Tensor](), {FEATURES: features}
         while len(guesses) < most:
             state = _ran(self._modules[0], there, arrived)
             guesses.append(self.guess(state, first + len(guesses), draws.choose))
@@ -324,7 +311,7 @@ def one_each(ahead: Ahead, one: OneStep, *, knows_lengths: bool) -> ForwardBatch
     )
 
 
-def _ran(module: Model, batch: ForwardBatch, arrived: StageTensors | None) -> torch.Tensor:
+def _ran(module: Model, batch: ForwardBatch, arrived: StageTensors | None) -> Tensor:
     made = module.forward(batch, arrived)
-    assert isinstance(made, torch.Tensor), "a draft model is in one stage"
+    assert isinstance(made, Tensor), "a draft model is in one stage"
     return made

@@ -24,7 +24,7 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
 from enginery.worker.paths.captured_step import Capture, takes_graphs
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers, Starts
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
@@ -70,8 +70,8 @@ def _capture_on_devices(
     kind = CapturedForwards if parallel.num_lanes > 1 or not parallel.is_last_stage else DecodeGraphs
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
-        graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, most_positions=most)
+        starts, keeps = (0, 0) if drafts is None else _starts(choice, parts, draft), draft is not None and not draft.taps
+        graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, starts=starts)
         if graphs is None:
             return Captured()
         _prepare(graphs, drafts, choice)
@@ -131,28 +131,27 @@ def _draft_graphs(
 
 
 def _decode_graphs(
-    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, most_positions: int = 0
+    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, starts: Starts = (0, 0)
 ) -> DecodeGraphs | None:
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
-    buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, most_positions=most_positions)
+    buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, starts=starts)
     return kind.build(parts, buffers, capture=capture)
 
 
-def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
-    """As `GraphBuffers` has it: with one rank, all keys in pages of one kind, whose backends need no lengths when they plan."""
+def _starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> Starts:
+    """With one rank, and all keys in pages of one kind: of all requests, or one, where what verifies plans without lengths."""
     geometry = parts.pool.geometry
     if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
-        return 0
+        return 0, 0
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
-    able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())
-    return choice.settings.max_model_len if able else 0
+    alone, together = (not any(each.plans_late(one=one) for each in chosen) for one in (True, False))
+    return choice.settings.max_graph_requests if together else int(alone), choice.settings.max_model_len
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
-    shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
-    hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
+    hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
     pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
     for size in _at_start(pieces.waiting, choice):
         pieces.capture(size)

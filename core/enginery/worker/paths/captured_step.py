@@ -35,7 +35,6 @@ class Replayable(Protocol):
 
     def replay(self) -> None:
         """Launch the captured work again, on the current stream."""
-        ...
 
 
 Capture = Callable[[Callable[[], None]], Replayable]

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.relay import BackendRelay
@@ -52,6 +53,7 @@ from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 
+Starts = tuple[int, int]  # how many requests of a step may begin where the device finds, and their positions at the most
 _log: Final = logging.getLogger(__name__)
 
 
@@ -109,22 +111,22 @@ class GraphKey(NamedTuple):
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
-    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. most_positions: of a
-    request, where verifications may begin where the device finds, see `captured_step`; 0: their lengths are known at the launch."""
+    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. starts: of verifications,
+    see `captured_step`; where more requests begin is known at the launch."""
 
-    logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    logits: Tensor
+    hidden: Tensor | None = None
     forced: ForcedAcceptance | None = None
     siblings: int = 0
-    most_positions: int = 0
+    starts: Starts = (0, 0)
 
 
 class HeadResults(NamedTuple):
     """Of hidden states. best: tokens, [rows] int64; None: none is chosen. logits, and marked, its best: of `CapturedStep`."""
 
-    best: torch.Tensor | None
-    logits: torch.Tensor
-    marked: torch.Tensor
+    best: Tensor | None
+    logits: Tensor
+    marked: Tensor
 
 
 class DecodeGraphs:
@@ -202,7 +204,7 @@ class DecodeGraphs:
         buffers, siblings = self.buffers, self.buffers.siblings
         batch, packed = _padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
-        moved = None if accepted is None or not buffers.most_positions else torch.zeros_like(accepted)
+        moved = None if accepted is None or size > buffers.starts[0] else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         kept = buffers.hidden[: size * length] if followed and buffers.hidden is not None else None
@@ -257,7 +259,7 @@ class DecodeGraphs:
             padded=padded,
         )
 
-    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
+    def _run_head(self, hidden: Tensor) -> HeadResults:
         """hidden: [rows, C]. What is made of it stays until the next replay; of several ranks each keeps its columns of logits."""
         kept = self.buffers.logits[: len(hidden)]
         if isinstance(self.model, JoinedHead):
@@ -268,7 +270,7 @@ class DecodeGraphs:
         best = self.ops.greedy(logits)
         return HeadResults(best, logits, self.best[: len(best)].copy_(mark_nan(logits, best)))
 
-    def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
+    def _fill(self, batch: ForwardBatch, sources: Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
         self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
 
@@ -282,7 +284,7 @@ class DecodeGraphs:
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date: it is padded."""
         size, num_rows = captured.batch.num_requests, len(captured.best)
-        batch, beside = self.feed.named.with_inputs(batch, step.inputs), list[torch.Tensor]()
+        batch, beside = self.feed.named.with_inputs(batch, step.inputs), list[Tensor]()
         if captured.accepted is not None:
             beside = [later := torch.zeros(num_rows, dtype=torch.int64), num_drafts(step, size=num_rows)]
             if step.behind:
@@ -307,26 +309,18 @@ def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> Forw
 
 def finds_starts(graphs: DecodeGraphs | None, step: StepInput) -> bool:
     """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
-    return graphs is not None and graphs.buffers.most_positions > 0 and step.run.way is Way.GRAPH and graphs.ready(step)
+    return graphs is not None and step.run.size <= graphs.buffers.starts[0] and step.run.way is Way.GRAPH and graphs.ready(step)
 
 
-def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, moved: torch.Tensor | None) -> None:
+def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: Tensor, moved: Tensor | None) -> None:
     """Bring the rows of a captured batch to where they begin, if they do not lie there. packed, moved: see `CapturedStep`."""
-    if moved is None:
-        return
-    size = len(moved)
-    behind, wrong = packed[-3, size : 2 * size], graphs.feed.wrong.index_select(0, packed[-1, :size])
-    move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=graphs.buffers.most_positions)
+    if moved is not None:
+        behind, wrong = packed[-3, len(moved) : 2 * len(moved)], graphs.feed.wrong.index_select(0, packed[-1, : len(moved)])
+        move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=graphs.buffers.starts[1])
 
 
 def _keep(
-    graphs: DecodeGraphs,
-    found: HeadResults,
-    batch: ForwardBatch,
-    packed: torch.Tensor,
-    *,
-    out: torch.Tensor | None,
-    standing: Standing | None,
+    graphs: DecodeGraphs, found: HeadResults, batch: ForwardBatch, packed: Tensor, *, out: Tensor | None, standing: Standing | None
 ) -> None:
     """For the next step, what the requests of a captured batch go on with. out: how many drafts of each are right; None: of a batch
     without drafts."""
@@ -351,7 +345,7 @@ def _keep(
     graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
-def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
+def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, Tensor]:
     """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
     num_rows = key.size * key.length
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))

@@ -118,7 +118,6 @@ class ForwardPath(Protocol):
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Plan the batch that the step was laid out as, and launch it, without waiting for the device."""
-        ...
 
 
 def first_rows(values: torch.Tensor, count: int) -> torch.Tensor:

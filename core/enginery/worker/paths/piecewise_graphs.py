@@ -102,13 +102,8 @@ class _Memory:
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
         typestr = {1: "|u1", 2: "<i2", 4: "<i4"}[size]
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "data": (address, False),
-            "shape": shape,
-            "strides": strides,
-            "typestr": typestr,
-        }
+        stated = {"data": (address, False), "shape": shape, "strides": strides, "typestr": typestr}
+        self.__cuda_array_interface__: dict[str, Any] = {"version": 3, **stated}
 
 
 class PiecewiseGraphs:
@@ -131,9 +126,8 @@ class PiecewiseGraphs:
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Capture the pieces of one size. Takes as long as two or three eager steps."""
-        batch = pad(
-            self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=0, num_tokens=size, geometry=self.geometry
-        )
+        batch = self.feed.named.with_inputs(no_requests(self.geometry))
+        batch = pad(batch, num_requests=0, num_tokens=size, geometry=self.geometry)
         packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN)]).to(self.feed.device)
         batch = self.feed.named.placed(with_token_fields(batch, iter(packed)))
 

@@ -28,7 +28,7 @@ MeetingStore: TypeAlias = Store
 Sending = tuple[torch.Tensor, Work]  # on its way; the tensor lives until it has arrived
 _DESCRIPTORS: Final = "/proc/self/fd"
 _TCP: Final = "tcp://"
-_MEETING_S: Final = 60.0
+_MEETING: Final = datetime.timedelta(minutes=1)
 FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
 _LOOK: Final = datetime.timedelta(seconds=1)  # after so long who waits looks whether exchanges have been ended
 FIRST: Final = 0
@@ -76,7 +76,7 @@ class Group:
         self._told: HostCalls | None = None
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
-        options._timeout = datetime.timedelta(seconds=_MEETING_S)
+        options._timeout = _MEETING
         standing.waits = f"meeting of {name}"
         before = _sockets()
         try:
@@ -197,25 +197,18 @@ def open_store(address: str, num_ranks: int) -> Store:
     else:
         host, _, port = address.removeprefix(_TCP).rpartition(":")
         try:
-            store = TCPStore(host, int(port), timeout=datetime.timedelta(seconds=_MEETING_S), wait_for_workers=False)
+            store = TCPStore(host, int(port), timeout=_MEETING, wait_for_workers=False)
         except RuntimeError as error:
             raise LostRank(f"the first rank cannot be met at {address}: {error}") from error
-    store.set_timeout(datetime.timedelta(seconds=_MEETING_S))
+    store.set_timeout(_MEETING)
     return store
 
 
 def listening_store(host: str, num_ranks: int) -> tuple[Store, str]:
     """One for ranks of other hosts, and its address, for `open_store`: any port of this address of the first rank's."""
     listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=_MEETING_S),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = TCPStore(host, port, is_master=True, timeout=_MEETING, wait_for_workers=False, master_listen_fd=descriptor)
     return store, f"{_TCP}{host}:{port}"
 
 

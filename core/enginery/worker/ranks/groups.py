@@ -85,10 +85,8 @@ class RankGroups(Met):
 
     def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
-        found = [
-            msgspec.json.decode(said, type=dict[str, str])
-            for said in self.world.texts(msgspec.json.encode(_stated(choice)).decode())
-        ]
+        texts = self.world.texts(msgspec.json.encode(_stated(choice)).decode())
+        found = [msgspec.json.decode(text, type=dict[str, str]) for text in texts]
         problems = [
             f"{name} is {other.get(name)} on rank {rank}, and {value} on rank 0"
             for rank, other in enumerate(found)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from enginery.contracts.ops import LinearFn
+from enginery.contracts.ops import LinearFn, NormingLinear
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
@@ -35,6 +35,10 @@ class BoundLinear:
         """[N, columns of this rank] -> [N, sum of rows]."""
         out = self.product(x)
         return out if self.complete is None else self.complete(out)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """The product's, if it takes norms: see `NormingLinear`."""
+        return self.product.add_rms_norm(x, residual, weight, eps) if isinstance(self.product, NormingLinear) else None
 
 
 @dataclass(frozen=True)

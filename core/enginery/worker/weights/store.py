@@ -122,15 +122,12 @@ class PieceStore(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of the model, and of pieces that name none."""
-        ...
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         """The piece's tensor. One that is asked for twice is the same memory."""
-        ...
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of that name."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ MAX_WAVES: Final = 4  # of items in a decoding step: the last wave is not full, 
 TALL_REQUESTS: Final = 64  # a decoding step of so many has a launch of its own for the keys that requests share, in tall tiles
 TALL_ROWS: Final = 64
 TALL_WAVES: Final = 2
-LATENT_BYTES: Final = 160 << 10  # of shared memory, that tiles of latents with more heads than a small tile's take
+LATENT_BYTES: Final = 160 << 10  # of shared memory, that tiles of latents with more rows than a small tile's take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +123,8 @@ class Tile:
 def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
     """The heads of `length` tokens against about 32 KB of keys and values. Of latents, what shared memory holds."""
     rows = min(64, padded(dims.group * length))
-    if dims.shared and dims.itemsize == 2 and rows > SMALL_TILE and length == 1 and device.shared_bytes >= LATENT_BYTES:
-        # a tile's products take as long with 64 keys as with 16: 32 heads are faster in two programs with all keys of an item each
+    if dims.shared and dims.itemsize == 2 and rows > SMALL_TILE and device.shared_bytes >= LATENT_BYTES:
+        # a tile's products take as long with 64 keys as with 16: 32 rows are faster in two programs with all keys of an item each
         rows, keys, stages = (SMALL_TILE, 64, 3) if rows == 32 else (rows, 32, 2)
         return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=8, stages=stages)
     room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10

@@ -70,7 +70,9 @@ class RotatedLightningAttention:
         of, facts = recurrent_facts(context, spec)
         dim, hidden, width = facts.value_dim, context.facts.hidden_size, of.value_heads * facts.value_dim
         names = ("query_key_value",) * 3 + ("g_proj",)
-        self.projected = weights.linear(LinearShape(names=names, rows=(width,) * 4, columns=hidden, cut=Cut.ROWS, unit=dim))
+        self.entry = self.projected = weights.linear(
+            LinearShape(names=names, rows=(width,) * 4, columns=hidden, cut=Cut.ROWS, unit=dim)
+        )
         norms = torch.empty(2, facts.value_heads, dim, dtype=context.dtype, device=context.device)
         norms[0], norms[1] = (weights.take(f"{name}_layernorm.weight", (dim,)) for name in ("query", "key"))
         self.head_norms, self.eps = norms.flatten(0, 1), ring.decoder.rms_eps  # [2 H, D]

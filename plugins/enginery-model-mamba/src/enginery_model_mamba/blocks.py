@@ -115,7 +115,7 @@ class Mamba2Mixer:
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, shape: MixerShape) -> None:
         """spec: with this rank's heads, without `recurrent`, which is taken here."""
         (of, facts), hidden, inner = recurrent_facts(context, spec), context.facts.hidden_size, shape.inner_size
-        self.projected = weights.linear(
+        self.entry = self.projected = weights.linear(
             LinearShape(
                 names=("in_proj",),
                 rows=(inner, *of.mixed_widths[::-1], of.gates_width),

@@ -16,7 +16,7 @@ class ShortConvolution:
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, bias: bool) -> None:
         """spec: with this rank's channels, without `recurrent`, which is taken here. bias: of all three."""
         (of, _), hidden = recurrent_facts(context, spec), context.facts.hidden_size
-        self.projected = weights.linear(
+        self.entry = self.projected = weights.linear(
             LinearShape(names=("in_proj",), rows=(hidden,) * 3, columns=hidden, cut=Cut.ROWS, bias=bias)
         )
         self.out = weights.linear(

@@ -23,7 +23,7 @@ class MambaMixer:
         of, _ = recurrent_facts(context, conv_spec)
         inner, hidden, state = of.value_heads, context.facts.hidden_size, shape.scan.key_dim
         self.sizes, self.eps = (shape.step_rank, state, state), shape.eps
-        self.projected = weights.linear(
+        self.entry = self.projected = weights.linear(
             LinearShape(names=("in_proj",), rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=shape.bias)
         )
         self.mixed = weights.linear(LinearShape(names=("x_proj",), rows=self.sizes, columns=inner, cut=Cut.COLUMNS))

@@ -114,7 +114,7 @@ class LightningAttention:
         """spec: with this rank's heads, without `recurrent`, which is made here. log_decay: of each head of all ranks."""
         of, facts = recurrent_facts(context, spec)
         heads, dim, hidden = of.value_heads, facts.value_dim, context.facts.hidden_size
-        self.projected = weights.linear(
+        self.entry = self.projected = weights.linear(
             LinearShape(
                 names=("qkv_proj", "output_gate"),
                 rows=(3 * heads * dim, heads * dim),

@@ -52,7 +52,7 @@ class GatedSelfAttention:
         """spec: with this rank's heads. norm_offset: added to the weights of the norms of heads."""
         of, dim = context.facts.layers[spec.global_id], spec.facts.head_dim
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
-        self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, heads=heads, bias=bias))
+        self.entry = self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, heads=heads, bias=bias))
         self.out = take_out(weights, "o_proj", hidden=context.facts.hidden_size, heads=of.num_heads, dim=dim, bias=bias)
         norms = torch.empty(heads + kv_heads, dim, dtype=context.dtype, device=context.device)
         norms[:heads], norms[heads:] = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))

@@ -109,7 +109,7 @@ class Experts:
         if num_tokens == 0:
             return out
         inner = torch.empty((num_tokens * top_k, self.inner), dtype=x.dtype, device=x.device)
-        kernels.gate_up_of_pairs[(-(-self.inner // blocks.gate_up.n), num_tokens * top_k)](
+        kernels.gate_up_of_pairs[(num_tokens, -(-self.inner // blocks.gate_up.n), top_k)](
             x,
             self.gate_up,
             self.gate_up_scale,
@@ -134,7 +134,7 @@ class Experts:
             num_warps=blocks.gate_up.num_warps,
             launch_pdl=self.dependent_launch,
         )
-        kernels.down_of_pairs[(-(-self.columns // blocks.down.n), num_tokens)](
+        kernels.down_of_pairs[(num_tokens, -(-self.columns // blocks.down.n))](
             inner,
             self.down,
             self.down_scale,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from enginery.api import LinearFn
 from enginery.nn import reference_ops
 from enginery_ops_triton.gluon_kernels import gluon_kernels
-from enginery_ops_triton.kernels import linear
+from enginery_ops_triton.kernels import linear, linear_normed
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.stream_k import bind_stream_k, serves
 
@@ -24,6 +24,9 @@ FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 LEAST_DIRECT_COLUMNS, MOST_DIRECT_OUTPUTS = 2048, 16384
+MOST_DIRECT_OUTPUTS_OF_LEAST = 32768  # where columns are the least
+MOST_NORMED_COLUMNS: Final = 4096  # with so many a thread has 128 of the weight's numbers
+MOST_ROUTED: Final = 1024  # outputs, as of routers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,26 @@ def matvec_shape(columns: int) -> MatvecShape:
     return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
 
 
+def normed_shape(outputs: int, columns: int) -> MatvecShape | None:
+    """Of one row and the norm before it, as whole engines are fastest: docs/log.md. None: the norm is a kernel of its own.
+
+    Every program reads the row, the residual stream and the norm's weight too, so it has more outputs than others, and no more
+    threads than it takes: with as many as `matvec` has, Llama-3.1-8B is slower by a twentieth than with norms apart.
+    """
+    if columns > MOST_NORMED_COLUMNS:
+        return None
+    block_k = next_power_of_2(columns)
+    if block_k < 2048 or outputs < MOST_ROUTED:
+        return matvec_shape(columns)
+    return MatvecShape(block_n=4, block_k=block_k, num_warps=16384 // block_k)
+
+
 def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> DirectShape | None:
     """From docs/benchmarks/kernels-direct-rows.json, up to `DIRECT_ROWS` rows. None: others are faster, or programs too few.
 
     Where all outputs are on the device at once, a multiprocessor has one program, which needs many warps if it has few outputs.
-    Of one row `Matvec` is faster where there are more.
+    Of one row `Matvec` is faster where there are more. Not measured: more than `MOST_DIRECT_OUTPUTS` of 2048 columns, as of
+    DeepSeek-V2-Lite's first layer. cuBLAS clears memory in front of that product, for which a captured step waits.
     """
     if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
         return None
@@ -90,7 +108,7 @@ def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int)
         return _direct(block_n=32, num_warps=8, ahead=5, columns=columns, registers=255)
     if at_once:
         return _direct(block_n=32, num_warps=16, ahead=2, columns=columns, registers=128)
-    if outputs <= MOST_DIRECT_OUTPUTS:
+    if outputs <= (MOST_DIRECT_OUTPUTS_OF_LEAST if columns == LEAST_DIRECT_COLUMNS and rows > 1 else MOST_DIRECT_OUTPUTS):
         return _direct(block_n=32, num_warps=8, ahead=2, columns=columns, registers=128)
     return None
 
@@ -153,22 +171,29 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
         else:
             by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)
-    return Product(weight, bias, by_rows)
+    normed = normed_shape(outputs, columns)
+    of_norm = None if normed is None else NormedRow(weight, bias, normed, dependent_launch=dependent_launch)
+    return Product(weight, bias, by_rows, of_norm=of_norm)
 
 
 def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
-    """Logits in float32. weight [E, C] keeps its layout, and must not change while kernels run."""
+    """Logits in float32. weight [E, C] keeps its layout, and must not change while kernels run.
+
+    Of several rows, the weight is read once where a program has all columns in registers: up to 4096.
+    """
     plain = reference_ops.bind_router(weight)
     columns = weight.shape[1]
     able = weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and not weight.is_meta and weight.stride(1) == 1
     if not able or not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
         return plain
-    of_one = Matvec(weight, None, matvec_shape(columns), dtype=torch.float32, dependent_launch=dependent_launch)
-
-    def bound(x: torch.Tensor) -> torch.Tensor:
-        return of_one(x) if x.shape[0] == MATVEC_ROWS and x.stride(1) == 1 else plain(x)
-
-    return bound
+    shape = matvec_shape(columns)
+    few = Matvec(weight, None, shape, dtype=torch.float32, dependent_launch=dependent_launch)
+    most = DIRECT_ROWS if shape.ahead * shape.block_k >= columns else MATVEC_ROWS
+    normed = normed_shape(*weight.shape)
+    of_norm = None
+    if normed is not None:
+        of_norm = NormedRow(weight, None, normed, dtype=torch.float32, dependent_launch=dependent_launch)
+    return Router(plain, few, most, of_norm=of_norm)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -176,15 +201,62 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-class Product:
+class Norming:
+    """Implements `NormingLinear` for products. of_norm: of one row with the norm before it; None: nobody takes it."""
+
+    def __init__(self, of_norm: NormedRow | None) -> None:
+        self._of_norm = of_norm
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None  # a norm, and the product of it
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """Of one row: its product is made too, and kept until the next call."""
+        if self._of_norm is None or not self._of_norm.takes(x, residual, weight):
+            return None
+        summed, normed, made = self._of_norm(x, residual, weight, eps)
+        residual.set_(summed.untyped_storage(), 0, summed.shape, summed.stride())
+        self._made = normed, made
+        return normed
+
+    def _made_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The product of x, if it was made with it; it is handed out once."""
+        made, self._made = self._made, None
+        return made[1] if made is not None and made[0] is x else None
+
+
+class Router(Norming):
+    """Logits: of few rows by one kernel, of more by another product."""
+
+    def __init__(self, plain: LinearFn, few: LinearFn, most: int, *, of_norm: NormedRow | None) -> None:
+        """few: of up to `most` rows."""
+        super().__init__(of_norm)
+        self._plain, self._few, self._most = plain, few, most
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, E] float32."""
+        if (made := self._made_of(x)) is not None:
+            return made
+        return self._few(x) if 0 < x.shape[0] <= self._most and x.stride(1) == 1 else self._plain(x)
+
+
+class Product(Norming):
     """By what is bound for so many rows, or by torch."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, by_rows: Mapping[int, LinearFn]) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        by_rows: Mapping[int, LinearFn],
+        *,
+        of_norm: NormedRow | None = None,
+    ) -> None:
         """by_rows: by the most rows of each, in order."""
+        super().__init__(of_norm)
         self.weight, self.bias, self.by_rows, self.most_rows = weight, bias, by_rows, max(by_rows, default=0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""
+        if (made := self._made_of(x)) is not None:
+            return made
         num_rows = x.shape[0]
         if 0 < num_rows <= self.most_rows and x.dim() == 2 and x.stride(1) == 1 and x.dtype == self.weight.dtype:
             for most, linear in self.by_rows.items():
@@ -201,7 +273,7 @@ class Product:
 
 
 class Matvec:
-    """For one row; for a few if a program takes all columns at once."""
+    """For one row; for a few if a program takes all columns at once. A variant is compiled for each power of two of rows."""
 
     def __init__(
         self,
@@ -223,17 +295,19 @@ class Matvec:
         """[N, in] -> [N, out]."""
         weight, shape = self.weight, self.shape
         outputs, columns = weight.shape
-        out = torch.empty((x.shape[0], outputs), dtype=self.dtype or x.dtype, device=x.device)
+        num_rows = x.shape[0]
+        out = torch.empty((num_rows, outputs), dtype=self.dtype or x.dtype, device=x.device)
         linear.matvec[(-(-outputs // shape.block_n),)](
             x,
             weight,
             weight if self.bias is None else self.bias,
             out,
+            num_rows,
             x.stride(0),
             weight.stride(0),
             outputs,
             COLUMNS=columns,
-            ROWS=x.shape[0],
+            ROWS=next_power_of_2(num_rows),
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             AHEAD=shape.ahead,
@@ -243,6 +317,59 @@ class Matvec:
             launch_pdl=self.dependent_launch,
         )
         return out
+
+
+class NormedRow:
+    """For one row, which is added to the residual stream and normed within the product."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: MatvecShape,
+        *,
+        dtype: torch.dtype | None = None,
+        dependent_launch: bool,
+    ) -> None:
+        """dtype: of the product; None: x's."""
+        self.weight, self.bias, self.shape, self.dtype, self.dependent_launch = weight, bias, shape, dtype, dependent_launch
+
+    def takes(self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> bool:
+        """Whether it is one row, all of the weight's type."""
+        size = (MATVEC_ROWS, self.weight.shape[1])
+        given = (x, residual, norm_weight)
+        return x.shape == residual.shape == size and all(each.dtype == self.weight.dtype and each.stride(-1) == 1 for each in given)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, residual: [1, C]. The sum and its norm, [1, C] each, and the product [1, out] of that."""
+        weight, shape = self.weight, self.shape
+        outputs, columns = weight.shape
+        out, summed, normed = x.new_empty((1, outputs), dtype=self.dtype), torch.empty_like(x), torch.empty_like(x)
+        linear_normed.normed_matvec[(1 + -(-outputs // shape.block_n),)](
+            x,
+            residual,
+            norm_weight,
+            weight,
+            weight if self.bias is None else self.bias,
+            out,
+            summed,
+            normed,
+            weight.stride(0),
+            outputs,
+            eps,
+            COLUMNS=columns,
+            BLOCK=next_power_of_2(columns),
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            AHEAD=shape.ahead,
+            BIAS=self.bias is not None,
+            CHAINED=self.dependent_launch,
+            num_warps=shape.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        return summed, normed, out
 
 
 class DirectRows:

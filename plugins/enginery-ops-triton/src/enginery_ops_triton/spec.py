@@ -74,7 +74,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 2),
+    api=(2, 3),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

@@ -55,15 +55,18 @@ def gate_up_of_pairs(
     LIMIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [T, COLUMNS] with its row stride; ids: [pairs]; out: [pairs, INNER]. Programs: blocks of INNER, which are whole
-    blocks if the weights are scaled, and pairs, the last first. AHEAD blocks of a row are on their way together.
+    """x: [T, COLUMNS] with its row stride; ids: [pairs]; out: [pairs, INNER]. AHEAD blocks of a row are on their way together.
+
+    Programs: tokens, blocks of INNER, which are whole blocks if the weights are scaled, and places, the last first. So those that
+    read the same of an expert that all tokens have run side by side, and one of them reads it from memory.
 
     The JOINED last of a token's experts are expected to be the last of all. Programs of those have their first blocks on their way
     before ids are there, and load others if they are wrong. Lets `down_of_pairs` start only after its own wait: that one reads ids
     ahead of its turn.
     """
-    first = tl.program_id(0) * BLOCK_N
-    pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_N
+    place = TOP_K - 1 - tl.program_id(2)
+    pair = tl.program_id(0).to(tl.int64) * TOP_K + place
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     size: tl.constexpr = INNER * COLUMNS
@@ -72,7 +75,6 @@ def gate_up_of_pairs(
     ups = ()  # type: tuple[tl.tensor, ...]
     expected = -1
     if JOINED > 0:
-        place = pair % TOP_K
         expected = tl.where(place >= TOP_K - JOINED, NUM_EXPERTS - TOP_K + place, -1)
         row = at + expected * (2 * size)
         for block in tl.static_range(AHEAD):
@@ -82,7 +84,7 @@ def gate_up_of_pairs(
     release_successor(CHAINED)
     expert = tl.load(ids + pair).to(tl.int64)
     row = at + expert * (2 * size)
-    x_at = x + pair // TOP_K * x_stride + k
+    x_at = x + tl.program_id(0).to(tl.int64) * x_stride + k
     scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
     scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
     gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -134,7 +136,7 @@ def down_of_pairs(
     BIASED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [pairs, INNER], from `gate_up_of_pairs`; ids, weights: [pairs]; out: [T, COLUMNS]. Programs: blocks of COLUMNS, tokens.
+    """x: [pairs, INNER], from `gate_up_of_pairs`; ids, weights: [pairs]; out: [T, COLUMNS]. Programs: tokens, blocks of COLUMNS.
 
     The rows of a token's experts are gone through as one, of which AHEAD blocks are on their way together. What chose ids and
     weights had ended before its predecessor let it start, so both are read, and the first blocks are on their way, before x is
@@ -142,8 +144,8 @@ def down_of_pairs(
     more, as all programs ask for the same line.
     """
     release_successor(CHAINED)
-    first = tl.program_id(0) * BLOCK_N
-    token = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_N
+    token = tl.program_id(0).to(tl.int64)
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(n, COLUMNS - 1)

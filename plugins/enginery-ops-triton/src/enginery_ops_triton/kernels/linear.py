@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.launch import kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import add_product, round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 
 
-@kernel
+@kernel_of_any("num_rows")
 def matvec(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    num_rows: int,
     x_stride: int,
     weight_stride: int,
     num_outputs: int,
@@ -26,10 +27,11 @@ def matvec(
     BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [ROWS, COLUMNS]; weight: [num_outputs, COLUMNS]; out: [ROWS, num_outputs] contiguous.
+    """x: [num_rows, COLUMNS]; weight: [num_outputs, COLUMNS]; out: [num_rows, num_outputs] contiguous. num_rows <= ROWS.
 
-    The first AHEAD blocks of the weight are on their way before x is waited for. More rows than one read the others again. If there
-    are several such blocks, a warp has outputs of its own and needs all of x, which it loads as it loads the weight: loaded once
+    The first AHEAD blocks of the weight are on their way before x is waited for. More rows than one read the others again, and the
+    last row is computed once more for each that is not there, so that the rows' sums do not wait for each other. If there are
+    several such blocks, a warp has outputs of its own and needs all of x, which it loads as it loads the weight: loaded once
     for all warps, x would go through shared memory, with two barriers a block.
     """
     release_successor(CHAINED)
@@ -46,7 +48,8 @@ def matvec(
     wait_for_predecessor(CHAINED)
     together: tl.constexpr = adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
     columns = tl.broadcast_to(k[None, :], (BLOCK_N, BLOCK_K)) if AHEAD > 1 else k[None, :]
-    for row in tl.static_range(ROWS):
+    for place in tl.static_range(ROWS):
+        row = place if ROWS == 1 else tl.minimum(place, num_rows - 1)
         x_at = x + row * x_stride + columns
         acc = tl.zeros((BLOCK_N, BLOCK_K // together), dtype=tl.float32)
         for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):

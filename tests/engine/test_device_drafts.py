@@ -32,7 +32,7 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.captured_step import takes_graphs
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Starts
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.runner import Captured
@@ -96,7 +96,7 @@ def captured(
         )
     logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
     has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
-    starts = 0 if has_others or drafts is None else found_starts, parts.choice.settings.max_model_len
+    starts = Starts(0 if has_others or drafts is None else found_starts, parts.choice.settings.max_model_len)
     buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, starts=starts)
     graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
     assert graphs is not None

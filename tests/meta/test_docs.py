@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from pairwise import EVERYTHING
 
 import enginery.api
+from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -189,6 +190,15 @@ def test_the_reference_is_current_and_has_every_name() -> None:
     assert made.stdout == page, "run: python docs/make_reference_page.py > docs/reference.md"
     headings = re.findall(r"^### (\w+)$", page, re.MULTILINE)
     assert set(enginery.api.__all__) <= set(headings)
+
+
+def test_the_page_about_versions_states_those_of_the_groups() -> None:
+    page = (DOCS / "versions.md").read_text()
+    called = {HookGroup.EXECUTOR: "The executor group", HookGroup.OP: "The group of operations"}
+    later = {group: version for group, version in CONTRACT_VERSIONS.items() if version != (2, 0)}
+    for group, (major, minor) in later.items():
+        assert f"{called[group]} is at {major}.{minor}:" in page
+    assert "All others are at 2.0." in page
 
 
 def test_an_option_stands_once_on_the_command_lines_page_or_belongs_to_few_commands() -> None:

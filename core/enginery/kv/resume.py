@@ -121,8 +121,8 @@ class ResumePoints:
         """Raise AssertionError unless the shares in every page are those of the points that are here."""
         for kind, allocator in self.allocators.items():
             shares = Counter(page for point in self for page in point.pages[kind])
-            right = all(allocator.shares(page) == shares[page] for page in range(allocator.num_pages))
-            assert right, f"shares in {kind} pages are wrong"
+            counted = Counter({page: allocator.shares(page) for page in range(allocator.num_pages)})
+            assert shares == counted, f"shares in {kind} pages are wrong"
             allocator.check_integrity()
         assert not any(point.is_dropped for point in self), "a point that was given up is still in order"
 

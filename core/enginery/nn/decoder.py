@@ -94,15 +94,15 @@ class DecoderLayer:
         self.attention = attention
         self.mlp = mlp
         is_alone = isinstance(context.comm, SingleRank)  # no sum stands between what is added and the norm
-        self.entries = [block.entry if is_alone and isinstance(block, Entered) else None for block in (attention, mlp)]
+        entries = (block.entry if is_alone and isinstance(block, Entered) else None for block in (attention, mlp))
+        self.entries = [entry if isinstance(entry, NormingLinear) else None for entry in entries]
 
     def attention_input(self, delta: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Adds `delta`, the last layer's output, to the residual stream in place and returns it normalised: all [T, C]."""
         if delta is None:
             return self.rms_norm(residual, self.attention_norm, self.eps)
-        if (x := self._entered(delta, residual, self.attention_norm, self.entries[0])) is not None:
-            return x
-        return self.add_mlp_output(delta, residual, self.attention_norm)
+        x = self._entered(delta, residual, self.attention_norm, self.entries[0])
+        return self.add_mlp_output(delta, residual, self.attention_norm) if x is None else x
 
     def add_mlp_output(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Adds what `feed_forward` returned, here or in a layer before, to the residual stream in place; its norm: [T, C]."""
@@ -111,10 +111,10 @@ class DecoderLayer:
         return self.comm.add_rms_norm(delta, residual, weight, self.eps, of_all_lanes=True)
 
     def _entered(
-        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, entry: LinearFn | None
+        self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, entry: NormingLinear | None
     ) -> torch.Tensor | None:
         """The norm of the sum, if the product that is given it takes both; see `NormingLinear`."""
-        return entry.add_rms_norm(delta, residual, weight, self.eps) if isinstance(entry, NormingLinear) else None
+        return None if entry is None else entry.add_rms_norm(delta, residual, weight, self.eps)
 
     def feed_forward(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Each row for itself: adds attention's output to the residual stream in place and returns the MLP's, all [T, C]."""

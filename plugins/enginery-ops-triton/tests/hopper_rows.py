@@ -10,12 +10,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, blocks_for
 from enginery_ops_triton.kernels.experts import down_of_pairs, gate_up_of_pairs
+from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.kernels.linear import matvec
 from enginery_ops_triton.kernels.linear_few import linear_of_few
-from enginery_ops_triton.small_linear import direct_shape, matvec_shape
+from enginery_ops_triton.kernels.linear_normed import normed_matvec
+from enginery_ops_triton.small_linear import direct_shape, matvec_shape, normed_shape
 
 TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
-TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out"), "*bf16")
+TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out", "residual", "norm_weight", "summed", "normed"), "*bf16")
 PLAIN = dict(SCALED=False, BIASED=False, BIAS=False, KIND="silu", ALPHA=1.0, LIMIT=None, CHAINED=True, ROWS=1, JOINED=1)
 QWEN3_NEXT = ExpertSizes(num_experts=513, columns=2048, inner=512, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
 KIMI_LINEAR = ExpertSizes(num_experts=257, columns=2304, inner=1024, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
@@ -25,7 +27,7 @@ def compiled(kernel: triton.JITFunction, num_warps: int, *, registers: int | Non
     """Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values."""
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
-    signature |= {"num_rows": "i32"} if "num_rows" in signature else {}
+    signature |= {name: of for name, of in (("num_rows", "i32"), ("eps", "fp32")) if name in signature}
     chosen = {name: value for name, value in {**PLAIN, **constants}.items() if signature.get(name) == "constexpr"}
     source = (GluonASTSource if kernel is linear_of_few else ASTSource)(
         fn=kernel, signature=signature, constexprs=chosen, attrs=aligned
@@ -44,6 +46,22 @@ def check_few_by_matvec(columns: int) -> None:
     ahead, behind = made.asm["ptx"].split("griddepcontrol.wait")
     assert "L1::evict_first" in ahead
     assert "L1::evict_first" not in behind, "the weight is read once for all rows"
+    assert "LDL" not in made.asm["sass"], "all of it is in registers"
+
+
+def check_normed(outputs: int, columns: int) -> None:
+    """One program is for the norm, the others are for outputs; each waits once."""
+    shape = normed_shape(outputs, columns)
+    assert shape is not None
+    sizes = dict(COLUMNS=columns, BLOCK=next_power_of_2(columns), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
+    made = compiled(normed_matvec, shape.num_warps, **sizes)
+    ahead, *behind = made.asm["ptx"].split("griddepcontrol.wait")
+    assert len(behind) == 2
+    lanes, taken = 8 * 32 * shape.num_warps, shape.block_k * shape.ahead  # a lane loads 8 values at once
+    of_weight, of_norm = shape.block_n * taken // lanes, (shape.block_n if shape.ahead > 1 else 1) * taken // lanes
+    assert ahead.count("ld.global.L1::evict_first") == of_weight
+    assert ahead.count("ld.global") == of_weight + of_norm, "nothing that others write is read ahead"
+    assert "L1::evict_first" not in "".join(behind), "all of the weight is on its way before the row is there"
     assert "LDL" not in made.asm["sass"], "all of it is in registers"
 
 
@@ -74,6 +92,8 @@ def main() -> None:
         assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
         check_few_by_matvec(columns)
     check_few_by_matvec(2880)
+    for outputs, columns in ((5120, 2880), (12352, 2048), (28672, 4096), (128, 2880), (520, 2048), (256, 2304)):
+        check_normed(outputs, columns)
     for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048), (21888, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)

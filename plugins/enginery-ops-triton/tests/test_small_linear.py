@@ -12,7 +12,7 @@ from enginery_ops_triton import small_linear
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
 from enginery_ops_triton.kernels.precision import INTERPRETED
-from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
+from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape, normed_shape
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {
@@ -139,6 +139,15 @@ def test_what_serves_a_router_of_few_rows(
     assert (room[rows:] == -1).all()
     assert asked == ([] if own else [rows])
     torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, atol=1e-5, rtol=1e-4)
+
+
+def test_a_product_that_norms_its_row_has_all_columns_at_once() -> None:
+    for columns in range(16, 4097):
+        for outputs in (8, 1024):
+            shape = normed_shape(outputs, columns)
+            assert shape is not None
+            assert shape.ahead * shape.block_k >= columns
+    assert normed_shape(1024, 4097) is None
 
 
 def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:

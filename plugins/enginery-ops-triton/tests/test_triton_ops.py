@@ -292,6 +292,27 @@ def test_a_product_of_one_row_norms_the_row(columns: int, outputs: int, bias: bo
     assert product(normed) is not made, "it is handed out once"
 
 
+@pytest.mark.parametrize("columns", [64, 320, 2304])
+def test_a_row_that_is_normed_may_be_a_part_of_a_wider_one(columns: int, device: str) -> None:
+    """Its columns have to be adjacent; the sum is no part of anything."""
+    torch.manual_seed(columns)
+    weight = random(40, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
+    product = ops(device).bind_linear(part_of_wider(weight), None)
+    assert isinstance(product, NormingLinear)
+    delta, residual, scale = (random(*size, columns, dtype=torch.bfloat16, device=device) for size in ((1,), (1,), ()))
+    wide, apart = part_of_wider(residual), delta.repeat(2, 1).T.contiguous().T[:1]
+    before = wide.clone()
+    assert apart.stride(1) == 2
+    assert product.add_rms_norm(apart, wide, scale, 1e-5) is None, "its columns are not adjacent"
+    assert torch.equal(wide, before)
+    normed = product.add_rms_norm(part_of_wider(delta), wide, part_of_wider(scale), 1e-5)
+    assert normed is not None
+    close(normed, reference_ops.add_rms_norm(delta, residual, scale, 1e-5))
+    assert torch.equal(wide, residual)
+    assert wide.untyped_storage().nbytes() == residual.nbytes
+    close(product(normed), reference_ops.bind_linear(weight, None)(normed))
+
+
 def test_a_router_norms_the_row(device: str) -> None:
     weight = random(12, 320, dtype=torch.bfloat16, device=device, scale=0.1)
     router = ops(device).bind_router(weight)

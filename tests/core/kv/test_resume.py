@@ -96,6 +96,14 @@ def test_a_share_that_no_point_has_is_noticed():
         cache.check_integrity()
 
 
+def test_a_page_of_a_point_that_there_is_not_is_noticed():
+    cache, allocator, states = cache_of(num_states=8)
+    point, _ = point_at(cache, states, 2, insert(cache, allocator, 1, 2))
+    point.pages = {STATE: (*point.pages[STATE], 8)}
+    with pytest.raises(AssertionError, match="shares in state pages are wrong"):
+        cache.check_integrity()
+
+
 def test_pages_that_are_given_up_for_want_of_others_are_counted():
     cache, allocator, states = cache_of(num_states=3)
     tokens = insert(cache, allocator, 1, 2, 3, 4, 5, 6)

@@ -70,7 +70,7 @@ def _capture_on_devices(
     kind = CapturedForwards if parallel.num_lanes > 1 or not parallel.is_last_stage else DecodeGraphs
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        starts, keeps = (0, 0) if drafts is None else _starts(choice, parts, draft), draft is not None and not draft.taps
+        starts, keeps = Starts() if drafts is None else _starts(choice, parts, draft), draft is not None and not draft.taps
         graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, starts=starts)
         if graphs is None:
             return Captured()
@@ -113,7 +113,7 @@ def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> Decod
     tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
     if isinstance(parts.model, JoinedHead):
         tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards
-    return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False)
+    return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False, starts=Starts())
 
 
 def _draft_graphs(
@@ -131,7 +131,7 @@ def _draft_graphs(
 
 
 def _decode_graphs(
-    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, starts: Starts = (0, 0)
+    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, starts: Starts
 ) -> DecodeGraphs | None:
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size
@@ -144,10 +144,10 @@ def _starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> Start
     """With one rank, and all keys in pages of one kind: of all requests, or one, where what verifies plans without lengths."""
     geometry = parts.pool.geometry
     if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
-        return 0, 0
+        return Starts()
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
     alone, together = (not any(each.plans_late(one=one) for each in chosen) for one in (True, False))
-    return choice.settings.max_graph_requests if together else int(alone), choice.settings.max_model_len
+    return Starts(choice.settings.max_graph_requests if together else int(alone), choice.settings.max_model_len)
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:

@@ -53,7 +53,6 @@ from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 
-Starts = tuple[int, int]  # how many requests of a step may begin where the device finds, and their positions at the most
 _log: Final = logging.getLogger(__name__)
 
 
@@ -108,17 +107,24 @@ class GraphKey(NamedTuple):
         return cls(step.run.size, step.decode_len, followed, deepest(step))
 
 
+class Starts(NamedTuple):
+    """Verifications that begin where the device finds: of how many requests at the most, and how many positions these have."""
+
+    most_requests: int = 0
+    most_positions: int = 0
+
+
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
-    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. starts: of verifications,
-    see `captured_step`; where more requests begin is known at the launch."""
+    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. starts: see
+    `captured_step`; where more requests begin is known at the launch."""
 
     logits: Tensor
     hidden: Tensor | None = None
     forced: ForcedAcceptance | None = None
     siblings: int = 0
-    starts: Starts = (0, 0)
+    starts: Starts = Starts()
 
 
 class HeadResults(NamedTuple):
@@ -204,7 +210,7 @@ class DecodeGraphs:
         buffers, siblings = self.buffers, self.buffers.siblings
         batch, packed = _padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
-        moved = None if accepted is None or size > buffers.starts[0] else torch.zeros_like(accepted)
+        moved = None if accepted is None or size > buffers.starts.most_requests else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         kept = buffers.hidden[: size * length] if followed and buffers.hidden is not None else None
@@ -309,14 +315,16 @@ def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> Forw
 
 def finds_starts(graphs: DecodeGraphs | None, step: StepInput) -> bool:
     """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
-    return graphs is not None and step.run.size <= graphs.buffers.starts[0] and step.run.way is Way.GRAPH and graphs.ready(step)
+    if graphs is None or step.run.way is not Way.GRAPH or step.run.size > graphs.buffers.starts.most_requests:
+        return False
+    return graphs.ready(step)
 
 
 def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: Tensor, moved: Tensor | None) -> None:
     """Bring the rows of a captured batch to where they begin, if they do not lie there. packed, moved: see `CapturedStep`."""
     if moved is not None:
         behind, wrong = packed[-3, len(moved) : 2 * len(moved)], graphs.feed.wrong.index_select(0, packed[-1, : len(moved)])
-        move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=graphs.buffers.starts[1])
+        move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=graphs.buffers.starts.most_positions)
 
 
 def _keep(

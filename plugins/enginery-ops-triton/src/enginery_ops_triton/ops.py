@@ -299,7 +299,7 @@ class TritonOps:
         return route_gated(made, bias, routing, dependent_launch=self.dependent_launch)
 
     def bind_router(self, weight: torch.Tensor) -> LinearFn:
-        """An own kernel for one row, torch for more."""
+        """Own kernels for a few rows, torch for more."""
         return bind_router(weight, dependent_launch=self.dependent_launch)
 
     def bind_experts(

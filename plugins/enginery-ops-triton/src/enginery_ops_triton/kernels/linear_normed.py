@@ -105,7 +105,7 @@ def _product(
     BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """Some outputs. The sum of squares is taken with the products and divided out of them."""
+    """Some outputs. The sum of squares is taken with the products and divided out of them. AHEAD blocks are all columns."""
     n = (tl.program_id(0) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wanted = n[:, None] < num_outputs
@@ -122,18 +122,13 @@ def _product(
     together: tl.constexpr = adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
     acc = tl.zeros((BLOCK_N, BLOCK_K // together), dtype=tl.float32)
     squares = tl.zeros((columns.shape[0], BLOCK_K // together), dtype=tl.float32)
-    for start in tl.static_range(0, COLUMNS, BLOCK_K):
+    for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):
         left = start + columns < COLUMNS
         row = tl.load(x + start + columns, mask=left, other=0.0).to(tl.float32)
         row += tl.load(residual + start + columns, mask=left, other=0.0).to(tl.float32)
         row = round_to(row, residual.dtype.element_ty).to(tl.float32)
-        if start < AHEAD * BLOCK_K:
-            block = blocks[start // BLOCK_K]
-            scale = scales[start // BLOCK_K]
-        else:
-            block = tl.load(at + start, mask=wanted & left, other=0.0, eviction_policy="evict_first")
-            scale = tl.load(norm_weight + start + columns, mask=left, other=0.0)
         squares += in_lanes(row * row, together)
-        acc += in_lanes(block.to(tl.float32) * (row * scale.to(tl.float32)), together)
+        scaled = row * scales[start // BLOCK_K].to(tl.float32)
+        acc += in_lanes(blocks[start // BLOCK_K].to(tl.float32) * scaled, together)
     result = tl.sum(acc, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / COLUMNS + eps) + offset
     tl.store(out + n, round_to(result, out.dtype.element_ty), mask=n < num_outputs)

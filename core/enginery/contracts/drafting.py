@@ -74,14 +74,14 @@ class DraftTree(Sequence[int]):
 
 
 class HostDrafter(Protocol):
-    """One for the engine. Only the step loop calls it, between two steps: while it works, the device waits."""
+    """One for the engine. Only the step loop calls it, between two steps: the device waits for it where it has found guesses."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
         """The tokens that each request may go on with, one sequence for each ask: `most` at most, empty where there is no guess.
 
         What is no token of the vocabulary ends a guess, with one warning. A `DraftTree` is several guesses at once. Between two
         calls with one key its tokens only grow, so an index can take in what is new. A request is not asked about before every
-        step: not amid its prompt, and not while it waits.
+        step: not amid its prompt, and not while it waits. Guesses may be dropped: what follows later tokens is asked anew.
         """
 
     def forget(self, key: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -239,11 +239,13 @@ class Engine:
 
         Of steps in flight that guess the tokens are there then; they are added to `outputs`, unless it was scheduled ahead.
         """
-        changeover, guesses, began_s = _ready(self._changeover), _guess(self._in_flight), time.perf_counter()
-        ahead = self._scheduling.ahead if self._overlap and changeover is None else None
-        if guesses and ahead is not None and (step := ahead.begin(self._runner.sizes)) is not None:
-            return self._ahead_of_tokens(ahead, step, began_s)
-        while self._in_flight and (guesses or changeover is not None):
+        changeover, ahead, began_s = _ready(self._changeover), self._scheduling.ahead, time.perf_counter()
+        waits = changeover is not None
+        if not waits and ahead is not None and ahead.waits():
+            waits, step = True, ahead.begin(self._runner.sizes) if self._overlap else None
+            if step is not None:
+                return self._ahead_of_tokens(ahead, step, began_s)
+        while self._in_flight and waits:
             outputs += self._publish_first()
         if changeover is not None:
             changeover.change(self._runner)
@@ -352,23 +354,18 @@ def _most_unread(in_flight: Sequence[_InFlight], overlap: int, *, stages: int) -
     return overlap + bool(stages and in_flight and not len(in_flight[0].step.sampling))
 
 
-def _guess(in_flight: Iterable[_InFlight]) -> bool:
-    """Whether one verifies or makes guesses: how many tokens it tells is not known before, and what is guessed follows those."""
-    return any(sent.step.verifies or sent.step.draft_len for sent in in_flight)
-
-
 def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, made: MadeDrafts) -> Drafting | None:
     """Who is asked for guesses: a drafter of the host, or for what a draft model has made."""
     offer, most, vocab_size = parts.choice.drafter, parts.choice.draft_length, parts.choice.facts.vocab_size
     if offer is None:
         return None
-    if parts.draft_model is None:
-        return Drafting.of_host(offer, registry, length=DraftLength(most, fixed=most), vocab_size=vocab_size)
     fixed = None if asked.draft_length == "auto" else most
     settings = parts.choice.settings
     most_rows = min(settings.max_batch_requests, settings.max_batch_tokens)
     siblings, device = parts.choice.draft_siblings, parts.choice.device.type
     length = DraftLength(most, fixed=fixed, device=device, most_rows=most_rows, siblings=siblings)
+    if parts.draft_model is None:
+        return Drafting.of_host(offer, registry, length=length, vocab_size=vocab_size)
     return Drafting(made, offer, length=length, vocab_size=vocab_size, on_device=not parts.draft_model.knows_lengths)
 
 

@@ -41,6 +41,12 @@ class Ahead:
         self.unsettled: StepInput | None = None
         self.follows = False
 
+    def waits(self) -> bool:
+        """Whether what runs next follows what a step in flight tells: it verifies or makes guesses, or the host has some."""
+        steps = [step for step, _ in self._scheduler.in_flight]
+        guess = any(step.verifies or step.draft_len for step in steps)
+        return guess or (len(steps) > 0 and self._drafting.waits(self._scheduler.table))
+
     def begin(self, sizes: RunSizes) -> StepInput | None:
         """What runs behind the one step in flight, as far as is known before that is told. None: it has to be taken in first.
 

@@ -33,6 +33,9 @@ class Drafts(Protocol):
     def propose(self, table: RequestTable) -> Mapping[str, Sequence[int]]:
         """Those of running requests, by id. No step is in flight."""
 
+    def waits(self, table: RequestTable) -> bool:
+        """Whether the next step waits until what is in flight is told: the host has guesses at what follows the known tokens."""
+
     def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
 

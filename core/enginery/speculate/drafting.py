@@ -29,12 +29,14 @@ _log: Final = logging.getLogger(__name__)
 
 
 class _Published(NamedTuple):
-    """A step that decoded only: its requests, the tokens that it verified of each, how many it guessed ahead, when it was told."""
+    """A step that decoded only: its requests, the tokens that it verified of each, how many it guessed ahead, when it was told, and
+    whether the next one waited for that, see `Drafting.waits`."""
 
     num_requests: int
     verified: int
     made: int
     at_s: float
+    waited_for: bool
 
 
 class Drafting:
@@ -57,8 +59,9 @@ class Drafting:
         self._gives_trees, self._on_device = gives_trees, on_device
         self._clock = clock
         self._before: _Published | None = None
+        self._waits = False
         self._drafter = drafter
-        self._siblings = drafter.siblings if isinstance(drafter, MadeDrafts) else 0
+        self._siblings, self._is_host = (drafter.siblings, False) if isinstance(drafter, MadeDrafts) else (0, True)
         self._depth = length.most  # of what was proposed last
         self._offer = offer
         self.lengths = length
@@ -77,9 +80,9 @@ class Drafting:
         return cls(drafter, offer, length=length, vocab_size=vocab_size, gives_trees=gives_trees(offer, options))
 
     def propose(self, table: RequestTable) -> dict[str, Sequence[int]]:
-        """The guesses for those of the running requests that may be drafted, by id, without the empty ones.
+        """The guesses for those of the running requests that may be drafted, by id, without the empty ones, as many as pay.
 
-        No step is in flight: all tokens of a request are known. Raises `PluginError` where the drafter fails.
+        No step is in flight, unless `waits` asks: all tokens are known. Raises `PluginError` where the drafter fails.
         """
         self._forget_ended(table)
         wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
@@ -87,10 +90,18 @@ class Drafting:
             return {}
         if isinstance(self._drafter, MadeDrafts):
             self._depth = self._drafter.depth
-            found = self._drafter.of(wanted)
-        else:
-            found = self._asked_of(self._drafter, wanted)
-        return {key: tokens for key, tokens in found if tokens}
+            return {key: tokens for key, tokens in self._drafter.of(wanted) if tokens}
+        return self._paying(self._asked_of(self._drafter, wanted), table)
+
+    def _paying(self, found: Sequence[tuple[str, Sequence[int]]], table: RequestTable) -> dict[str, Sequence[int]]:
+        num_decoding = sum(request.num_expected - request.num_computed == 1 for request in table.running)
+        most = self.lengths.paying([len(tokens) for _, tokens in found], num_decoding)
+        return {key: tokens[:most] for key, tokens in found if most and tokens}
+
+    def waits(self, table: RequestTable) -> bool:
+        """As `schedule.scheduler.Drafts` says: what it verifies is asked for anew then."""
+        self._waits = self._is_host and bool(self.propose(table))
+        return self._waits
 
     def _asked_of(self, drafter: HostDrafter, wanted: Sequence[tuple[Request, int]]) -> list[tuple[str, Sequence[int]]]:
         self._asked |= {request.request_id: request for request, _ in wanted}
@@ -114,6 +125,8 @@ class Drafting:
         No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it. 0 where it
         has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
+        if self._is_host:
+            return 0
         length = self.lengths.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self.lengths.found(num_coming)
         return length if self.lengths.fixed is not None or (length and any(map(_is_followed, requests))) else 0
 
@@ -123,12 +136,23 @@ class Drafting:
             self._learn(requests, outputs)
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
-            self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
-            if before is not None and before[:3] == now[:3] and now.verified == num_verified(now.made, self._siblings):
-                self.lengths.took(now.num_requests, now.made, now.at_s - before.at_s)
+            self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock(), self._waits)
+            self._waits = False
+            if before is not None and self.lengths.fixed is None:
+                self._time(before, now, outputs)
+
+    def _time(self, before: _Published, now: _Published, outputs: Sequence[RequestOutput]) -> None:
+        count, seconds = now.num_requests, now.at_s - before.at_s
+        if not self._is_host:
+            self.lengths.passed(count, now.verified // (1 + self._siblings), now.made, seconds)
+            if before[:3] == now[:3] and now.verified == num_verified(now.made, self._siblings):
+                self.lengths.took(count, now.made, seconds)
+        elif before.num_requests == count and not now.waited_for:  # on a CPU that one had run before the one before it was told
+            told = sum(len(output.token_ids) for output in outputs) / count
+            self.lengths.verified(count, now.verified, seconds, told=told, late=before.waited_for or before.verified > 0)
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
-        followed = {request.request_id for request in requests if _is_followed(request)}
+        followed = {request.request_id for request in requests if self._is_host or _is_followed(request)}
         for output in outputs:
             if output.num_drafted and output.request_id in followed:
                 self.lengths.told(min(output.num_drafted, self._depth), output.num_accepted)

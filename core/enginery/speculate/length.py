@@ -7,10 +7,14 @@ gives a twelfth more, a shorter one if it gives a fiftieth. None is tried too be
 plain decoding, which may be faster than a length whose neighbours are both slower.
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
-trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
-tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial. Where they are so
-seldom right that they would not pay if they cost nothing, other loads begin without them, and a trial only sees whether that has
-changed, and is seldomer.
+trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock: what is captured for
+one is lost too. A longer length that was never tried is taken to lose as much time as it takes. Guesses that become seldom right
+are given up without a trial. Where they are so seldom right that they would not pay if they cost nothing, other loads begin without
+them, and a trial only sees whether that has changed, and is seldomer.
+
+A drafter of the host finds guesses for some requests, in some steps, and all requests get as many rows. So what pays is found anew
+for each step (`paying`): guesses are verified if what they tell on average takes less time than without. A load that begins with
+guesses tries so many as soon as some are found; other lengths, and what did not pay, are tried within the hundredth.
 
 A draft model does not follow steps without guesses, and guesses badly for requests of which it has followed little. So who asks
 takes none until there is a request that it has followed, or that begins, and tells of no others; a trial waits until then.
@@ -19,9 +23,10 @@ takes none until there is a request that it has followed, or that begins, and te
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,13 +59,14 @@ def told_on_average(rates: Sequence[float]) -> float:
 @dataclass
 class _Load:
     """What is known of a number of requests, up to the next power of two. lengths: those there may be. seconds: of a step, by
-    length."""
+    length. around: steps to come that belong to the last trial."""
 
     lengths: list[int]
     length: int
     seconds: dict[int, float] = field(default_factory=dict)
     trial: int | None = None
     steps: int = 0
+    around: int = 0
     patience: int = _BEFORE_THE_FIRST_TRIAL
     turn: int = 0
     spent_s: float = 0.0
@@ -73,6 +79,17 @@ class _Load:
             self.seconds[length] = seconds
         else:
             self.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
+
+    def paying(self, told: Mapping[int, float]) -> int:
+        """The length with the most tokens a second, 0 where plain ones have, or one to try. told: tokens of a request, for each."""
+        rates = {length: tokens / self.seconds.get(length, math.inf) for length, tokens in told.items()}
+        rates[0] = _GAIN_OF_FEWER / self.seconds[0]
+        best, unknown = max(rates, key=rates.__getitem__), [length for length in told if not rates[length]]
+        if self.length in unknown:
+            return self.length
+        tried = unknown[0] if unknown else max(told)
+        lost_s = min(self.seconds[0], self.seconds.get(tried, math.inf) - told[tried] / rates[best])
+        return tried if self.lost_s + lost_s <= _MOST_LOST * self.spent_s else best
 
 
 class DraftLength:
@@ -103,12 +120,43 @@ class DraftLength:
         """The same, whatever is being tried."""
         return self.most if self.fixed is not None or not num_requests else self._load(num_requests).length
 
+    def paying(self, counts: Sequence[int], num_requests: int) -> int:
+        """How many guesses of a request to verify in a step of so many, of some of which `counts` were found. 0: none pay."""
+        size = (num_requests - 1).bit_length()
+        room = max(0, min(max(counts, default=0), self.most, (self._most_rows >> size) - 1))
+        if self.fixed is not None or not room:
+            return room
+        load = self._loads.get(size)
+        if load is None or 0 not in load.seconds:
+            return 0
+        lengths, more = load.lengths, [(self.told_each_step(length) - 1) / num_requests for length in range(room + 1)]
+        return load.paying({each: 1 + sum(more[min(count, each)] for count in counts) for each in lengths if 0 < each <= room})
+
     def told(self, num_drafted: int, num_accepted: int) -> None:
         """What became of one request's guesses."""
         for place in range(min(num_accepted + 1, num_drafted, len(self._accepted))):
             was, self._num_guesses[place] = self._accepted[place], self._num_guesses[place] + 1
             weight = max(_WEIGHT_OF_A_GUESS, 1 / self._num_guesses[place])
             self._accepted[place] = was + weight * ((place < num_accepted) - was)
+
+    def verified(self, num_requests: int, length: int, seconds: float, *, told: float, late: bool) -> None:
+        """A step of so many requests that verified `length` guesses of some, and told so many tokens of each on average.
+
+        late: it was launched after the one before was told. What the first of a length took is no measure: graphs were captured.
+        """
+        load = self._loads.setdefault((num_requests - 1).bit_length(), self._load(num_requests))
+        load.spent_s += seconds
+        if (length or late) and 0 in load.seconds:
+            load.lost_s = max(0.0, load.lost_s + seconds - told * load.seconds[0])
+        if length or not late:
+            load.note(length, seconds if not length or length in load.seconds else math.inf)
+
+    def passed(self, num_requests: int, verified: int, made: int, seconds: float) -> None:
+        """Any step of so many requests: if it belongs to a trial, what it took longer than its tokens usually do is lost."""
+        load = self._loads.get((num_requests - 1).bit_length())
+        if load is not None and (load.around or (load.trial is not None and {verified, made} & {load.trial, load.length})):
+            usual_s = load.seconds[load.length] * self.told_each_step(verified) / self.told_each_step(load.length)
+            load.lost_s, load.around = max(0.0, load.lost_s + seconds - usual_s), max(0, load.around - 1)
 
     def took(self, num_requests: int, length: int, seconds: float) -> None:
         """A step of so many requests that verified `length` guesses each and made as many."""
@@ -151,16 +199,14 @@ class DraftLength:
         load.steps = 0
         if not 0 <= tried < len(load.lengths) or tried == at:
             load.turn += 1
-        elif tried < at or load.lost_s + self._lost_by(load, load.lengths[tried]) <= _MOST_LOST * load.spent_s:
+        elif not tried or load.lost_s + self._lost_by(load, load.lengths[tried]) * (tried > at) <= _MOST_LOST * load.spent_s:
             load.turn, load.trial = load.turn + 1, load.lengths[tried]
 
     def _lost_by(self, load: _Load, length: int) -> float:
         """Seconds that a trial of this length loses: what its tokens take at the length that was found best is not lost."""
-        usual_s, steps = load.seconds[load.length], _STEPS_OF_A_TRIAL + _STEPS_AROUND_IT
-        if length not in load.seconds:
-            return steps * usual_s
-        told = self.told_each_step(length) / self.told_each_step(load.length)
-        return steps * max(0.0, load.seconds[length] - told * usual_s)
+        usual_s = load.seconds[load.length]
+        told_s = usual_s * self.told_each_step(length) / self.told_each_step(load.length)
+        return (_STEPS_OF_A_TRIAL + _STEPS_AROUND_IT) * max(0.0, load.seconds.get(length, told_s + usual_s) - told_s)
 
     def _gains(self, load: _Load, length: int) -> bool:
         """Whether this length tells clearly more tokens a second than the one that is taken."""
@@ -168,12 +214,10 @@ class DraftLength:
         return rates[length] > (_GAIN_OF_MORE if length > load.length else _GAIN_OF_FEWER) * rates[load.length]
 
     def _end_trial(self, load: _Load) -> None:
-        trial, load.trial, load.steps = load.trial, None, 0
+        trial, load.trial, load.steps, load.around = load.trial, None, 0, _STEPS_AROUND_IT
         assert trial is not None, "a trial has a length"
-        if trial in load.seconds and load.length in load.seconds:
-            load.lost_s += self._lost_by(load, trial)
-            if self._gains(load, trial):
-                load.length, load.patience = trial, _FEWEST_STEPS
-                load.turn -= 1  # on in this direction
-                return
+        if trial in load.seconds and load.length in load.seconds and self._gains(load, trial):
+            load.length, load.patience = trial, _FEWEST_STEPS
+            load.turn -= 1  # on in this direction
+            return
         load.patience = min(2 * load.patience, _MOST_STEPS) if self._may_pay(load.lengths[-1]) else _STEPS_WITHOUT_HOPE

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 from core.schedule.device import asked_of
 from offers import offering
@@ -16,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import ON_DEVICE, DraftAsk, DraftContext, DrafterSpec, DraftTree
 from enginery.contracts.request import RequestOutput, SamplingParams
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import Items, StepInput
 from enginery.contracts.versions import HookGroup
 from enginery.errors import ConfigError, PluginError
 from enginery.plugin.records import Offer
@@ -26,7 +27,7 @@ from enginery.schedule.table import RequestTable
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
-from enginery.worker.drafts.choice import USUAL_DRAFTS, choose_drafter
+from enginery.worker.drafts.choice import MOST_MEASURED, choose_drafter
 
 
 class Noting:
@@ -162,6 +163,51 @@ def test_what_is_learnt_of_combs_is_learnt_of_their_depths() -> None:
     assert drafting.lengths._accepted[3] == before
 
 
+def told_at(drafting: Drafting, at_s: float, *, decode_len: int, draft_len: int, num_tokens: int = 1) -> None:
+    """A step of one request, told then."""
+    drafting._clock = lambda: at_s
+    phase = Phase.DECODE if decode_len == 1 else Phase.VERIFY
+    items = np.ones((1, len(Items._fields)), np.int32).tobytes()
+    step = StepInput(number=0, phase=phase, decode_len=decode_len, draft_len=draft_len, num_decode=1, items=items)
+    drafting.published(step, [cast("Request", running("a"))], [RequestOutput(request_id="a", token_ids=[1] * num_tokens)])
+
+
+def test_what_a_trial_takes_is_lost_by_the_clock() -> None:
+    """Of steps amid a change of lengths too, in which graphs are captured."""
+    drafting = Drafting(MadeDrafts(), offer_of(Noting()), length=DraftLength(3), vocab_size=50)
+    length, at = drafting.lengths, 0
+    while not (tried := length.of(8)):
+        length.took(8, 0, 1.0)
+    load = length._loads[3]
+    assert load.lost_s == 0
+    drafting._before = None
+    for at, (decode_len, draft_len) in enumerate([(1, 0), (1, tried), (1 + tried, tried), (1 + tried, tried)]):
+        drafting._clock = lambda at=at: 60.0 * at  # type: ignore[misc]
+        items = np.ones((8, len(Items._fields)), np.int32).tobytes()
+        step = StepInput(number=at, phase=Phase.VERIFY, decode_len=decode_len, draft_len=draft_len, num_decode=8, items=items)
+        drafting.published(step, [], [])
+    assert at == 3
+    assert load.lost_s > 170
+
+
+def test_what_a_drafter_of_the_host_finds_is_learnt_and_timed() -> None:
+    """Whatever no draft model followed. What a step took that waited for guesses, or followed one that verified, says less."""
+    drafting = Drafting.of_host(offer_of(Noting()), REGISTRY, length=DraftLength(3), vocab_size=50)
+    table, request = table_of(running("a", num_unfollowed=5)), running("a", num_unfollowed=5)
+    assert drafting.length([cast("Request", request)], 1) == 0, "nothing is guessed on the device"
+    assert drafting.propose(table) == {}, "what a step takes without is not known"
+    for at in range(4):
+        told_at(drafting, float(at), decode_len=1, draft_len=0)
+    assert drafting.propose(table) == {"a": [1, 2, 3]}
+    assert drafting.waits(table)
+    told_at(drafting, 3.1, decode_len=1, draft_len=0)
+    told_at(drafting, 6.1, decode_len=4, draft_len=0, num_tokens=1)
+    told_at(drafting, 8.1, decode_len=1, draft_len=0)
+    load = drafting.lengths._loads[0]
+    assert load.seconds[0] == 1.0
+    assert load.lost_s == pytest.approx(3.0), "two by the verification, one as the next step began late"
+
+
 class Forward:
     """A grammar's state that cannot go back."""
 
@@ -283,7 +329,7 @@ def chosen(*, most: int = 8, shipped: tuple[str, ...] = (), modules: object = No
 
 def test_nothing_is_guessed_unless_a_drafter_is_named() -> None:
     assert chosen() == (None, 0)
-    assert chosen(drafter="noting") == ("noting", USUAL_DRAFTS)
+    assert chosen(drafter="noting") == ("noting", MOST_MEASURED)
     assert chosen(drafter="noting", most=2) == ("noting", 2)
     assert chosen(drafter="noting", draft_length="7") == ("noting", 7)
     with pytest.raises(PluginError, match=r"there is no drafter 'other'\. Known: auto, noting, off, standalone"):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from enginery.speculate.length import LENGTHS, DraftLength
+from enginery.worker.paths.decode_graphs import graph_sizes
 
 
 def lengths_over(
@@ -191,6 +192,99 @@ def test_none_is_longer_than_the_drafter_is_good_for() -> None:
     assert max(taken) == 3
     assert length.most == max(each for each in LENGTHS if each <= 4)
     assert length.of(0) == 3
+
+
+def found_length(seconds: dict[int, float], *, num_requests: int, right: int, most_rows: int = 1 << 20) -> DraftLength:
+    """Of a drafter of the host: so many guesses were right each time, and what steps take has been measured, for a while."""
+    length = DraftLength(7, device="cuda", most_rows=most_rows)
+    for _ in range(400):
+        length.told(7, right)
+    for _ in range(3):
+        for each, takes_s in sorted(seconds.items()):
+            length.verified(num_requests, each, takes_s, told=takes_s / seconds[0], late=False)
+    return length
+
+
+@pytest.mark.parametrize(("takes_s", "counts", "verified"), [(1.2, [3], 0), (1.01, [3], 3), (1.2, [3] * 9, 3), (5.0, [3] * 64, 0)])
+def test_what_few_requests_have_is_verified_where_it_pays(takes_s: float, counts: list[int], verified: int) -> None:
+    """All 64 get as many rows: one request's three right guesses pay for a hundredth of the time, and not for a fifth."""
+    times = {0: 1.0} | {each: 1 + (takes_s - 1) * each / 3 for each in (1, 2, 3)}
+    assert found_length(times, num_requests=64, right=7).paying(counts, 64) == verified
+
+
+def test_guesses_are_cut_to_the_length_that_pays_most() -> None:
+    """The first is right, the others never: each has a row."""
+    times = {each: 1 + 0.1 * each for each in LENGTHS}
+    length = found_length(times, num_requests=2, right=1)
+    assert length.paying([7, 7], 2) == 1
+    assert length.paying([7], 2) == 1
+    assert found_length(times, num_requests=2, right=7).paying([7, 4], 2) == 7
+    assert found_length(times, num_requests=2, right=0).paying([7, 7], 2) == 0
+
+
+def rate_of_found(a_row_s: float, *, chance: float, num_requests: int, share: float, capture_s: float, steps: int) -> float:
+    """Tokens in the time of a step without guesses. share: of the requests that have guesses. The first of a length is captured."""
+    length, draw, captured, spent_s, told = DraftLength(7, device="cuda"), random.Random(1), {0}, 0.0, 0.0
+    before = 0
+    for _ in range(steps):
+        counts = [5 for _ in range(num_requests) if draw.random() < share]
+        now = length.paying(counts, num_requests)
+        took_s = (1 + a_row_s * now) * draw.uniform(0.95, 1.05) + capture_s * (now not in captured)
+        captured.add(now)
+        tokens = num_requests
+        for _ in counts if now else ():
+            right = next((place for place in range(now) if draw.random() > chance), now)
+            length.told(now, right)
+            tokens += right
+        length.verified(num_requests, now, took_s, told=tokens / num_requests, late=before > 0)
+        before, spent_s, told = now, spent_s + took_s, told + tokens / num_requests
+    return told / spent_s
+
+
+@pytest.mark.parametrize("num_requests", [1, 64])
+@pytest.mark.parametrize("capture_s", [0.0, 20.0])
+def test_seldom_right_guesses_of_the_host_cost_little_and_right_ones_are_verified(num_requests: int, capture_s: float) -> None:
+    """Trials, and what is captured for them, lose a hundredth of the time, beside those that a load begins with."""
+    common = {"num_requests": num_requests, "capture_s": capture_s}
+    assert rate_of_found(0.2, chance=0.05, share=0.06, steps=6000, **common) > 0.97  # type: ignore[arg-type]
+    assert rate_of_found(0.05, chance=0.9, share=0.8, steps=6000, **common) > 2.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fixed", [None, 7])
+def test_no_step_with_found_guesses_is_larger_than_the_largest_graph(fixed: int | None) -> None:
+    """Sizes of graphs are larger than what they run: 51 requests of five rows are 255, and their graph has 56."""
+    for count in (*range(1, 257),):
+        length = DraftLength(7, fixed=fixed, most_rows=256, device="cuda")
+        for each in (0, *LENGTHS, *LENGTHS) if fixed is None else ():
+            length.verified(count, each, 1.0, told=1.0, late=False)
+        size = next(size for size in graph_sizes(256) if size >= count)
+        verified = length.paying([7] * count, count)
+        assert size * (1 + verified) <= 256
+        assert (verified > 0) == (count <= 128)
+
+
+def losing_trials(capture_s: float, *, steps: int = 4000) -> list[int]:
+    """The lengths of steps, by the clock of who tells of them: what another length runs is captured when it is first run."""
+    length, captured, taken, made = DraftLength(7), {(0, 0)}, list[int](), 0
+    for _ in range(steps):
+        verified, made = made, length.of(16)
+        took_s = 1 + 0.5 * verified + capture_s * ((verified, made) not in captured)
+        is_steady = verified == made == (taken[-1] if taken else 0)
+        captured.add((verified, made))
+        for _ in range(verified):
+            length.told(verified, verified // 2)
+        length.passed(16, verified, made, took_s)
+        if is_steady:
+            length.took(16, made, took_s)
+        taken.append(verified)
+    return taken
+
+
+def test_what_is_captured_for_a_trial_is_lost_by_it() -> None:
+    """So the next ones wait until the hundredth has been earned."""
+    trials = [sum(a == 0 < b for a, b in itertools.pairwise(losing_trials(capture_s))) for capture_s in (0.0, 100.0)]
+    assert trials[0] > 4
+    assert trials[1] == 1
 
 
 def test_tokens_of_a_verification() -> None:

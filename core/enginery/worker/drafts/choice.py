@@ -20,8 +20,7 @@ from enginery.plugin.records import Offer, not_found
 from enginery.plugin.registry import Registry
 from enginery.worker.weights.needed_weights import needed_weights
 
-USUAL_DRAFTS: Final = 4
-MOST_BY_A_MODEL: Final = 7  # measured while the engine runs, see `enginery.speculate.length`
+MOST_MEASURED: Final = 7  # by what pays, which is measured while the engine runs, see `enginery.speculate.length`
 STANDALONE: Final = "standalone"  # the core's own, for models of any family
 
 
@@ -134,7 +133,7 @@ def _length(asked: EngineOptions, offer: Offer[DrafterSpec], config: Mapping[str
     if modules is not None and (count := modules(config)) > 1:
         most = min(most, count)
     if asked.draft_length == "auto":
-        return min(MOST_BY_A_MODEL if offer.spec.is_model else USUAL_DRAFTS, most)
+        return min(MOST_MEASURED, most)
     if int(asked.draft_length) > most:
         raise ConfigError(
             f"--draft-length is {asked.draft_length}, but {offer.name}, from {offer.source}, is good for {most} at most; "

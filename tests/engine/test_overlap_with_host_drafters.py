@@ -16,6 +16,7 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
+from enginery.speculate.length import HOST_LENGTHS
 from enginery.worker.paths.path import Launched
 
 TOKENS = 24
@@ -159,5 +160,6 @@ def test_by_itself_the_engine_verifies_what_pays(write_oracle: Callable[..., Ora
         engine._drafting._clock = clock
         assert told_by(engine, requests) == expected
         verified.append(sum(verifies for _, verifies, _ in found))
+        assert {*engine._drafting.lengths._loads[0].seconds} <= {*HOST_LENGTHS}, "no other length is captured"
     assert verified[0] > 6
     assert verified[1] == 2

@@ -33,7 +33,7 @@ from enginery.schedule.ahead import Ahead
 from enginery.schedule.lanes import AnyScheduler
 from enginery.schedule.request import Request
 from enginery.speculate.drafting import Drafting
-from enginery.speculate.length import DraftLength
+from enginery.speculate.length import HOST_LENGTHS, LENGTHS, DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.choice import Checkpoint
 from enginery.worker.drafts.draws import ForcedAcceptance
@@ -363,7 +363,8 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     settings = parts.choice.settings
     most_rows = min(settings.max_batch_requests, settings.max_batch_tokens)
     siblings, device = parts.choice.draft_siblings, parts.choice.device.type
-    length = DraftLength(most, fixed=fixed, device=device, most_rows=most_rows, siblings=siblings)
+    lengths = HOST_LENGTHS if parts.draft_model is None else LENGTHS
+    length = DraftLength(most, fixed=fixed, device=device, most_rows=most_rows, siblings=siblings, lengths=lengths)
     if parts.draft_model is None:
         return Drafting.of_host(offer, registry, length=length, vocab_size=vocab_size)
     return Drafting(made, offer, length=length, vocab_size=vocab_size, on_device=not parts.draft_model.knows_lengths)

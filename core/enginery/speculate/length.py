@@ -33,6 +33,7 @@ from typing import Final
 from enginery.speculate.combs import num_verified
 
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
+HOST_LENGTHS: Final = (0, 1, 3, 7)  # a guess of the host costs a row alone, and each length is captured for each number of requests
 # Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
 FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
@@ -96,14 +97,21 @@ class DraftLength:
     """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with.
 
     most_rows: of a step that verifies, in which each request has a row more than guesses; of lengths that are measured none is
-    longer, as it would be made for nothing. siblings: beside each guess, which have rows too.
+    longer, as it would be made for nothing. siblings: beside each guess, which have rows too. lengths: those that are measured.
     """
 
     def __init__(
-        self, most: int, *, fixed: int | None = None, device: str = "cpu", most_rows: int = sys.maxsize, siblings: int = 0
+        self,
+        most: int,
+        *,
+        fixed: int | None = None,
+        device: str = "cpu",
+        most_rows: int = sys.maxsize,
+        siblings: int = 0,
+        lengths: Sequence[int] = LENGTHS,
     ) -> None:
         self.fixed, self._first, self._most_rows, self._siblings = fixed, FIRST_ON[device], most_rows, siblings
-        self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
+        self._lengths = [length for length in lengths if length <= most] if fixed is None else [fixed]
         self.most = self._lengths[-1]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
         self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from enginery.speculate.length import LENGTHS, DraftLength
+from enginery.speculate.length import HOST_LENGTHS, LENGTHS, DraftLength
 from enginery.worker.paths.decode_graphs import graph_sizes
 
 
@@ -196,7 +196,7 @@ def test_none_is_longer_than_the_drafter_is_good_for() -> None:
 
 def found_length(seconds: dict[int, float], *, num_requests: int, right: int, most_rows: int = 1 << 20) -> DraftLength:
     """Of a drafter of the host: so many guesses were right each time, and what steps take has been measured, for a while."""
-    length = DraftLength(7, device="cuda", most_rows=most_rows)
+    length = DraftLength(7, device="cuda", most_rows=most_rows, lengths=HOST_LENGTHS)
     for _ in range(400):
         length.told(7, right)
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_guesses_are_cut_to_the_length_that_pays_most() -> None:
 
 def rate_of_found(a_row_s: float, *, chance: float, num_requests: int, share: float, capture_s: float, steps: int) -> float:
     """Tokens in the time of a step without guesses. share: of the requests that have guesses. The first of a length is captured."""
-    length, draw, captured, spent_s, told = DraftLength(7, device="cuda"), random.Random(1), {0}, 0.0, 0.0
+    length, draw, captured, spent_s, told = DraftLength(7, device="cuda", lengths=HOST_LENGTHS), random.Random(1), {0}, 0.0, 0.0
     before = 0
     for _ in range(steps):
         counts = [5 for _ in range(num_requests) if draw.random() < share]

@@ -4,8 +4,8 @@
     follow    [ model over the same rows | state of the last told row | a guess ]    size, rows of a request
     steps     [ positions, slots, lengths | model | a guess | model | a guess .. ]   size, steps, how guesses are chosen
 
-The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
-Lengths of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
+The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from the host's lengths.
+Those of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
 with it. Several ranks guess together within their graphs. What guesses are drawn by the first one alone knows, and so which graph
 it needs: all have those of every kind of draws, captured at once.
 """

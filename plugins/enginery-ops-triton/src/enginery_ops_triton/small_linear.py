@@ -24,7 +24,7 @@ FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 LEAST_DIRECT_COLUMNS, MOST_DIRECT_OUTPUTS = 2048, 16384
-MOST_DIRECT_OUTPUTS_OF_LEAST = 32768  # where columns are the least
+MOST_OUTPUTS_OF_SHORT_ROWS: Final = 32768  # of LEAST_DIRECT_COLUMNS, for several rows of x
 MOST_NORMED_COLUMNS: Final = 4096  # with so many a thread has 128 of the weight's numbers
 MOST_ROUTED: Final = 1024  # outputs, as of routers
 
@@ -94,8 +94,8 @@ def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int)
     """From docs/benchmarks/kernels-direct-rows.json, up to `DIRECT_ROWS` rows. None: others are faster, or programs too few.
 
     Where all outputs are on the device at once, a multiprocessor has one program, which needs many warps if it has few outputs.
-    Of one row `Matvec` is faster where there are more. Not measured: more than `MOST_DIRECT_OUTPUTS` of 2048 columns, as of
-    DeepSeek-V2-Lite's first layer. cuBLAS clears memory in front of that product, for which a captured step waits.
+    Of one row `Matvec` is faster where there are more. More than `MOST_DIRECT_OUTPUTS` are for several rows of 2048 columns, as of
+    DeepSeek-V2-Lite's first layer: cuBLAS clears memory in front of that product, for which a captured step waits.
     """
     if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
         return None
@@ -108,7 +108,7 @@ def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int)
         return _direct(block_n=32, num_warps=8, ahead=5, columns=columns, registers=255)
     if at_once:
         return _direct(block_n=32, num_warps=16, ahead=2, columns=columns, registers=128)
-    if outputs <= (MOST_DIRECT_OUTPUTS_OF_LEAST if columns == LEAST_DIRECT_COLUMNS and rows > 1 else MOST_DIRECT_OUTPUTS):
+    if outputs <= (MOST_OUTPUTS_OF_SHORT_ROWS if columns == LEAST_DIRECT_COLUMNS and rows > 1 else MOST_DIRECT_OUTPUTS):
         return _direct(block_n=32, num_warps=8, ahead=2, columns=columns, registers=128)
     return None
 

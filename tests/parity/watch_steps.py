@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.plan import ForwardPlan
@@ -17,8 +19,8 @@ def watch_steps(parts: BuiltParts, note: Callable[[ForwardBatch], None]) -> None
     """
     ready, last = parts.step.socket._ready, list[ForwardBatch]()
 
-    def noting(batch: ForwardBatch) -> tuple[BackendRelay, ForwardPlan]:
-        found = ready(batch)
+    def noting(batch: ForwardBatch, out: torch.Tensor) -> tuple[BackendRelay, ForwardPlan]:
+        found = ready(batch, out)
         if not last or last[-1] is not batch:
             last[:] = [batch]
             note(batch)

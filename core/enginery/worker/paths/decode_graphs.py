@@ -186,7 +186,8 @@ class DecodeGraphs:
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(GraphKey(self.sizes[-1], 1, followed=False))
-        self.verified_rows, most_guesses = self.sizes[-1], (self.feed.width - 1) // (1 + self.buffers.siblings)
+        self.verified_rows = self.sizes[-1]
+        most_guesses = (min(self.feed.width, self.verified_rows) - 1) // (1 + self.buffers.siblings)  # of one request
         verifying = [key for key in self.waiting(lambda _: most_guesses) if key.length > 1]
         if not verifying or not self.provide(verifying[-1]):
             self.verified_rows = 0

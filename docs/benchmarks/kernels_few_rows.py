@@ -25,6 +25,7 @@ import triton
 from kernels_triton_ops import copies, random, relative_error, time_us
 
 from enginery_ops_triton.gluon_kernels import gluon_kernels
+from enginery_ops_triton.matvec import Matvec, matvec_shape
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.small_linear import (
     FEW_ROWS,
@@ -32,9 +33,7 @@ from enginery_ops_triton.small_linear import (
     DirectShape,
     FewRows,
     FewRowsShape,
-    Matvec,
     few_rows_shape,
-    matvec_shape,
 )
 
 WEIGHTS = {

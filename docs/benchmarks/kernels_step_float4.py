@@ -25,8 +25,9 @@ from kernels_moe_float4 import ROUTING, SHAPES, Layer
 
 from enginery_ops_triton import expert_pairs
 from enginery_ops_triton.expert_blocks import Float4Blocks, ProductBlock
+from enginery_ops_triton.matvec import Matvec, matvec_shape
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.small_linear import FewRows, FewRowsShape, Matvec, matvec_shape
+from enginery_ops_triton.small_linear import FewRows, FewRowsShape
 
 COLUMNS, QKV, HEADS = 2880, 5120, 4096
 SHAPE = SHAPES["gpt-oss-20b"]

@@ -24,9 +24,10 @@ import triton
 from enginery.contracts.ops import SamplingTensors
 from enginery.nn import reference_ops
 from enginery_ops_triton import small_linear
+from enginery_ops_triton.matvec import Matvec, MatvecShape
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
-from enginery_ops_triton.small_linear import FewRows, FewRowsShape, Matvec, MatvecShape
+from enginery_ops_triton.small_linear import FewRows, FewRowsShape
 
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 COLD_BYTES = 256 << 20

@@ -14,7 +14,8 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.kernels.linear import matvec
 from enginery_ops_triton.kernels.linear_few import linear_of_few
 from enginery_ops_triton.kernels.linear_normed import normed_matvec
-from enginery_ops_triton.small_linear import direct_shape, matvec_shape, normed_shape
+from enginery_ops_triton.matvec import matvec_shape, normed_shape
+from enginery_ops_triton.small_linear import direct_shape
 
 TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
 TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out", "residual", "norm_weight", "summed", "normed"), "*bf16")

@@ -12,7 +12,8 @@ from enginery_ops_triton import small_linear
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
 from enginery_ops_triton.kernels.precision import INTERPRETED
-from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape, normed_shape
+from enginery_ops_triton.matvec import normed_shape
+from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {

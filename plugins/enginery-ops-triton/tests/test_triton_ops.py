@@ -9,8 +9,9 @@ from pairwise import pairwise
 from enginery.api import NormingLinear, OpNeeds
 from enginery.nn import reference_ops
 from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.matvec import Matvec, MatvecShape
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.small_linear import FEW_ROWS, MOST_ROWS, FewRows, FewRowsShape, Matvec, MatvecShape
+from enginery_ops_triton.small_linear import FEW_ROWS, MOST_ROWS, FewRows, FewRowsShape
 from enginery_ops_triton.spec import TRITON
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

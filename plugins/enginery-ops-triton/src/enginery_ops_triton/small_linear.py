@@ -14,29 +14,17 @@ import torch.nn.functional as F
 from enginery.api import LinearFn
 from enginery.nn import reference_ops
 from enginery_ops_triton.gluon_kernels import gluon_kernels
-from enginery_ops_triton.kernels import linear, linear_normed
+from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.matvec import MATVEC_ROWS, Matvec, NormedRow, Norming, bind_normed, matvec_shape
 from enginery_ops_triton.stream_k import bind_stream_k, serves
 
-MATVEC_ROWS: Final = 1
 DIRECT_ROWS: Final = 8
 FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 LEAST_DIRECT_COLUMNS, MOST_DIRECT_OUTPUTS = 2048, 16384
 MOST_OUTPUTS_OF_SHORT_ROWS: Final = 32768  # of LEAST_DIRECT_COLUMNS, for several rows of x
-MOST_NORMED_COLUMNS: Final = 4096  # with so many a thread has 128 of the weight's numbers
-MOST_ROUTED: Final = 1024  # outputs, as of routers
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatvecShape:
-    """Outputs and columns that a program of so many warps takes at once. ahead: how many such blocks are on their way early."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    ahead: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +50,6 @@ class FewRowsShape:
     block_k: int
     split: int
     stages: int
-
-
-def matvec_shape(columns: int) -> MatvecShape:
-    """From the sweep of docs/benchmarks/kernels_triton_ops.py: whole rows in flight at once, 32 or 64 numbers a thread."""
-    if columns > 4096:
-        return MatvecShape(block_n=2, block_k=2048, num_warps=4)
-    block_k = next_power_of_2(columns)
-    if columns % 256 == 0 and columns > 1024 and 4 * columns <= 3 * block_k:  # a quarter of a block's registers would be idle
-        return MatvecShape(block_n=8, block_k=256, num_warps=8, ahead=columns // 256)
-    if block_k <= 1024:
-        return MatvecShape(block_n=4096 // block_k, block_k=block_k, num_warps=2)
-    return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
-
-
-def normed_shape(outputs: int, columns: int) -> MatvecShape | None:
-    """Of one row and the norm before it, as whole engines are fastest: docs/log.md. None: the norm is a kernel of its own.
-
-    Every program reads the row, the residual stream and the norm's weight too, so it has more outputs than others, and no more
-    threads than it takes: with as many as `matvec` has, Llama-3.1-8B is slower by a twentieth than with norms apart.
-    """
-    if columns > MOST_NORMED_COLUMNS:
-        return None
-    block_k = next_power_of_2(columns)
-    if block_k < 2048 or outputs < MOST_ROUTED:
-        return matvec_shape(columns)
-    return MatvecShape(block_n=4, block_k=block_k, num_warps=16384 // block_k)
 
 
 def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> DirectShape | None:
@@ -171,9 +133,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
         else:
             by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)
-    normed = normed_shape(outputs, columns)
-    of_norm = None if normed is None else NormedRow(weight, bias, normed, dependent_launch=dependent_launch)
-    return Product(weight, bias, by_rows, of_norm=of_norm)
+    return Product(weight, bias, by_rows, of_norm=bind_normed(weight, bias, dependent_launch=dependent_launch))
 
 
 def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
@@ -189,38 +149,13 @@ def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
     shape = matvec_shape(columns)
     few = Matvec(weight, None, shape, dtype=torch.float32, dependent_launch=dependent_launch)
     most = DIRECT_ROWS if shape.ahead * shape.block_k >= columns else MATVEC_ROWS
-    normed = normed_shape(*weight.shape)
-    of_norm = None
-    if normed is not None:
-        of_norm = NormedRow(weight, None, normed, dtype=torch.float32, dependent_launch=dependent_launch)
+    of_norm = bind_normed(weight, None, dtype=torch.float32, dependent_launch=dependent_launch)
     return Router(plain, few, most, of_norm=of_norm)
 
 
 def _multiprocessors(device: torch.device) -> int:
     """An H200's where there is no device, as in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-class Norming:
-    """Implements `NormingLinear` for products. of_norm: of one row with the norm before it; None: nobody takes it."""
-
-    def __init__(self, of_norm: NormedRow | None) -> None:
-        self._of_norm = of_norm
-        self._made: tuple[torch.Tensor, torch.Tensor] | None = None  # a norm, and the product of it
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-        """Of one row: its product is made too, and kept until the next call."""
-        if self._of_norm is None or not self._of_norm.takes(x, residual, weight):
-            return None
-        summed, normed, made = self._of_norm(x, residual, weight, eps)
-        residual.set_(summed.untyped_storage(), 0, summed.shape, summed.stride())
-        self._made = normed, made
-        return normed
-
-    def _made_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The product of x, if it was made with it; it is handed out once."""
-        made, self._made = self._made, None
-        return made[1] if made is not None and made[0] is x else None
 
 
 class Router(Norming):
@@ -270,106 +205,6 @@ class Product(Norming):
             torch.mm(x, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
-
-
-class Matvec:
-    """For one row; for a few if a program takes all columns at once. A variant is compiled for each power of two of rows."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        shape: MatvecShape,
-        *,
-        dtype: torch.dtype | None = None,
-        dependent_launch: bool,
-    ) -> None:
-        """dtype: of what it returns; None: x's."""
-        self.weight = weight
-        self.bias = bias
-        self.shape = shape
-        self.dtype = dtype
-        self.dependent_launch = dependent_launch
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, in] -> [N, out]."""
-        weight, shape = self.weight, self.shape
-        outputs, columns = weight.shape
-        num_rows = x.shape[0]
-        out = torch.empty((num_rows, outputs), dtype=self.dtype or x.dtype, device=x.device)
-        linear.matvec[(-(-outputs // shape.block_n),)](
-            x,
-            weight,
-            weight if self.bias is None else self.bias,
-            out,
-            num_rows,
-            x.stride(0),
-            weight.stride(0),
-            outputs,
-            COLUMNS=columns,
-            ROWS=next_power_of_2(num_rows),
-            BLOCK_N=shape.block_n,
-            BLOCK_K=shape.block_k,
-            AHEAD=shape.ahead,
-            BIAS=self.bias is not None,
-            CHAINED=self.dependent_launch,
-            num_warps=shape.num_warps,
-            launch_pdl=self.dependent_launch,
-        )
-        return out
-
-
-class NormedRow:
-    """For one row, which is added to the residual stream and normed within the product."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        shape: MatvecShape,
-        *,
-        dtype: torch.dtype | None = None,
-        dependent_launch: bool,
-    ) -> None:
-        """dtype: of the product; None: x's."""
-        self.weight, self.bias, self.shape, self.dtype, self.dependent_launch = weight, bias, shape, dtype, dependent_launch
-
-    def takes(self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> bool:
-        """Whether it is one row, all of the weight's type."""
-        size = (MATVEC_ROWS, self.weight.shape[1])
-        given = (x, residual, norm_weight)
-        return x.shape == residual.shape == size and all(each.dtype == self.weight.dtype and each.stride(-1) == 1 for each in given)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, residual: [1, C]. The sum and its norm, [1, C] each, and the product [1, out] of that."""
-        weight, shape = self.weight, self.shape
-        outputs, columns = weight.shape
-        out, summed, normed = x.new_empty((1, outputs), dtype=self.dtype), torch.empty_like(x), torch.empty_like(x)
-        linear_normed.normed_matvec[(1 + -(-outputs // shape.block_n),)](
-            x,
-            residual,
-            norm_weight,
-            weight,
-            weight if self.bias is None else self.bias,
-            out,
-            summed,
-            normed,
-            weight.stride(0),
-            outputs,
-            eps,
-            COLUMNS=columns,
-            BLOCK=next_power_of_2(columns),
-            BLOCK_N=shape.block_n,
-            BLOCK_K=shape.block_k,
-            AHEAD=shape.ahead,
-            BIAS=self.bias is not None,
-            CHAINED=self.dependent_launch,
-            num_warps=shape.num_warps,
-            launch_pdl=self.dependent_launch,
-        )
-        return summed, normed, out
 
 
 class DirectRows:

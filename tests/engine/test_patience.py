@@ -79,6 +79,22 @@ def test_a_start_that_goes_on_has_any_time(ranks: Ranks) -> None:
     assert ranks.until(999, busy=("its start", 0.0), phase="start: weights 500").startswith("its start has got no further for 20 s")
 
 
+@pytest.mark.parametrize("phase", ["attention", "model"])
+def test_a_start_that_may_compile_has_ten_deadlines(ranks: Ranks, phase: str) -> None:
+    """One rank's compilers work, which are processes of their own, and the others wait for them: FlashInfer's take two minutes."""
+    ranks.works, ranks.standing.waits = False, "of_all"
+    told = ranks.until(999, busy=("its start", 0.0), phase=f"start: {phase}")
+    assert told.startswith("its start has got no further for 20 s")
+    assert ranks.now_s == 1 + 10 * DEADLINE_S + 1
+
+
+def test_ranks_that_wait_for_each_other_where_a_start_may_compile_have_one_deadline(ranks: Ranks) -> None:
+    ranks.works, ranks.standing.waits = False, "of_all"
+    told = ranks.until(999, busy=("its start", 0.0), phase="start: model", waits_1="sum", waits_2="sum")
+    assert told.startswith("the ranks wait for each other in its start")
+    assert ranks.now_s == 1 + DEADLINE_S + 1
+
+
 def test_a_rank_that_does_nothing_in_a_step_has_one_deadline(ranks: Ranks) -> None:
     assert ranks.until(1) == ""
     ranks.works = False

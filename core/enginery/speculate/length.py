@@ -60,11 +60,12 @@ def told_on_average(rates: Sequence[float]) -> float:
 @dataclass
 class _Load:
     """What is known of a number of requests, up to the next power of two. lengths: those there may be. seconds: of a step, by
-    length. around: steps to come that belong to the last trial."""
+    length. gap_s: by how much a plain step takes longer behind one that was verified. around: steps of the last trial to come."""
 
     lengths: list[int]
     length: int
     seconds: dict[int, float] = field(default_factory=dict)
+    gap_s: float = 0.0
     trial: int | None = None
     steps: int = 0
     around: int = 0
@@ -83,7 +84,7 @@ class _Load:
 
     def paying(self, told: Mapping[int, float]) -> int:
         """The length with the most tokens a second, 0 where plain ones have, or one to try. told: tokens of a request, for each."""
-        rates = {length: tokens / self.seconds.get(length, math.inf) for length, tokens in told.items()}
+        rates = {length: tokens / (self.seconds.get(length, math.inf) + self.gap_s) for length, tokens in told.items()}
         rates[0] = _GAIN_OF_FEWER / self.seconds[0]
         best, unknown = max(rates, key=rates.__getitem__), [length for length in told if not rates[length]]
         if self.length in unknown:
@@ -156,6 +157,9 @@ class DraftLength:
         load.spent_s += seconds
         if (length or late) and 0 in load.seconds:
             load.lost_s = max(0.0, load.lost_s + seconds - told * load.seconds[0])
+        if late and not length and 0 in load.seconds:
+            gap_s = min(max(0.0, seconds - load.seconds[0]), load.seconds[0])  # more is something else
+            load.gap_s += _WEIGHT_OF_A_TIME * (gap_s - load.gap_s)
         if length or not late:
             load.note(length, seconds if not length or length in load.seconds else math.inf)
 

@@ -222,14 +222,19 @@ def test_guesses_are_cut_to_the_length_that_pays_most() -> None:
     assert found_length(times, num_requests=2, right=0).paying([7, 7], 2) == 0
 
 
-def rate_of_found(a_row_s: float, *, chance: float, num_requests: int, share: float, capture_s: float, steps: int) -> float:
-    """Tokens in the time of a step without guesses. share: of the requests that have guesses. The first of a length is captured."""
+def rate_of_found(
+    a_row_s: float, *, chance: float, num_requests: int, share: float, steps: int, capture_s: float = 0.0, gap_s: float = 0.0
+) -> float:
+    """Tokens in the time of a step without guesses. share: of the requests that have guesses. The first of a length is captured.
+
+    gap_s: for which the device waits before a step that verifies, and before the next one.
+    """
     length, draw, captured, spent_s, told = DraftLength(7, device="cuda", lengths=HOST_LENGTHS), random.Random(1), {0}, 0.0, 0.0
     before = 0
     for _ in range(steps):
         counts = [5 for _ in range(num_requests) if draw.random() < share]
         now = length.paying(counts, num_requests)
-        took_s = (1 + a_row_s * now) * draw.uniform(0.95, 1.05) + capture_s * (now not in captured)
+        took_s = (1 + a_row_s * now) * draw.uniform(0.95, 1.05) + capture_s * (now not in captured) + gap_s * (now + before > 0)
         captured.add(now)
         tokens = num_requests
         for _ in counts if now else ():
@@ -248,6 +253,13 @@ def test_seldom_right_guesses_of_the_host_cost_little_and_right_ones_are_verifie
     common = {"num_requests": num_requests, "capture_s": capture_s}
     assert rate_of_found(0.2, chance=0.05, share=0.06, steps=6000, **common) > 0.97  # type: ignore[arg-type]
     assert rate_of_found(0.05, chance=0.9, share=0.8, steps=6000, **common) > 2.0  # type: ignore[arg-type]
+
+
+def test_what_the_device_waits_behind_a_verification_is_counted_too() -> None:
+    """Three of ten requests have two right guesses now and then: worth it, but for two waits of a seventh of a step."""
+    assert rate_of_found(0.04, chance=0.6, num_requests=64, share=0.3, steps=3000) > 1.1
+    assert rate_of_found(0.04, chance=0.6, num_requests=64, share=0.3, steps=3000, gap_s=0.15) > 0.97
+    assert rate_of_found(0.02, chance=0.9, num_requests=64, share=0.8, steps=3000, gap_s=0.15) > 1.8
 
 
 @pytest.mark.parametrize("fixed", [None, 7])

@@ -3,7 +3,8 @@
     in D        a rank is heard, and shows that it works: its processors do, or it is at another place than before
     in 10 x D   it gets further: it is heard at all, or the step ends, or the start comes to its next phase or more bytes of weights
 
-Who waits for another rank, or for a step, need not work; that all wait for each other for D breaks the rule too.
+Who waits for another rank, or for a step, need not work; that all wait for each other for D breaks the rule too. Where a start may
+compile kernels, other processes work for the rank, or those of another rank that compiles the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from enginery.engine.ranks.messages import Alive
 from enginery.worker.ranks.gloo import Standing
 
 FURTHER: Final = 10  # deadlines to get further
+_COMPILES: Final = ("start: attention", "start: model")
 _LEAST_WORK: Final = 0.01  # of the time; a waiting process works less
 
 
@@ -32,7 +34,11 @@ class _Heard:
         before, self.alive = self.alive, alive
         if before is None or (alive.phase, alive.number) != (before.phase, before.number):
             self.further_s = self.worked_s = now_s
-        elif alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s) or alive.waits != before.waits:
+        elif (
+            alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
+            or alive.waits != before.waits
+            or (alive.phase in _COMPILES and not alive.waits)
+        ):
             self.worked_s = now_s
         self.at_s = now_s
 

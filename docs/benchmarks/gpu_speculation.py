@@ -79,6 +79,7 @@ def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[d
     try:
         for count in loads.streams:
             workload = equal_requests(count, input_len=loads.input_len, output_len=loads.output_len)
+            workload = dataclasses.replace(workload, temperature=loads.temperature)
             for engine in engines.values():
                 _one_pass(engine, workload, seed=1000 * count)
             before = {name: engine.meter.stats() for name, engine in engines.items()}
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.0, help="1: nothing repeats, so that n-grams find nothing")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
     parser.add_argument("--lookup", action="store_true", help="n-grams beside plain decoding")

@@ -1,13 +1,16 @@
 """gpt-oss' format: both parsers together, the grammar with its special tokens, and the library that defines the format.
 
-`openai-harmony` downloads its vocabulary, or takes o200k_base.tiktoken from the folder TIKTOKEN_ENCODINGS_BASE. Without the library
-or the vocabulary, the comparison with it is left out.
+`openai-harmony` downloads its vocabulary, or takes o200k_base.tiktoken from the folder TIKTOKEN_ENCODINGS_BASE: here the copy that
+litellm brings. Without the library or the vocabulary, the comparison with it is left out.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,12 +177,23 @@ def test_another_models_vocabulary_is_refused(compiled: Any) -> None:
         other.compile(TOOLS.force((WEATHER,), None, parallel=True, required=True))
 
 
+O200K_BASE = "fb374d419588a4632f3f557e76b4b70aebbca790"  # as tiktoken names its cached file: the SHA-1 of the address
+
+
 @pytest.fixture(scope="module")
-def library() -> Any:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Reads a text by openai-harmony: reasoning, content, and calls."""
     harmony = pytest.importorskip("openai_harmony")
+    brings = find_spec("litellm")
+    folder = tmp_path_factory.mktemp("vocabulary")
+    if brings is not None and brings.origin is not None:
+        stored = Path(brings.origin).with_name("litellm_core_utils") / "tokenizers" / O200K_BASE
+        (folder / "o200k_base.tiktoken").symlink_to(stored)
     try:
-        encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        with pytest.MonkeyPatch.context() as patched:
+            if brings is not None and "TIKTOKEN_ENCODINGS_BASE" not in os.environ:
+                patched.setenv("TIKTOKEN_ENCODINGS_BASE", str(folder))
+            encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     except harmony.HarmonyError as error:
         pytest.skip(f"its vocabulary is not here: {error}")
 

@@ -25,7 +25,7 @@ PLUGIN = """
 from enginery.api import ExecutorSpec, hookimpl
 
 def wrapped(plan):
-    return plan.start([("env", f"PLACED_AS={rank}", *plan.command) for rank in range(1, plan.num_others + 1)])
+    return plan.start([("env", f"PLACED_AS={rank} {plan.devices}", *plan.command) for rank in range(1, plan.num_others + 1)])
 
 def broken(plan):
     raise ValueError("no room for ranks")
@@ -64,7 +64,7 @@ def test_a_plugin_s_executor_is_found_and_starts_the_ranks(registry: Registry) -
     engine = Engine.build(options(executor="wrapped"), registry)
     try:
         (rank,) = (child for child in set(psutil.Process().children(recursive=True)) - before if "PLACED_AS" in child.environ())
-        assert rank.environ()["PLACED_AS"] == "1"
+        assert rank.environ()["PLACED_AS"] == "1 ('cpu',)"
         assert rank.cmdline()[-1] == "enginery.engine.ranks.process"
         assert len(serve(engine, [request("a", [7, 8, 9])])["a"].tokens) == 8
     finally:
@@ -82,7 +82,7 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
 
     reports = zmq.Context.instance().socket(zmq.PULL)
     reports.bind(f"inproc://reports-of-nobody-{is_elsewhere}")  # an address is free again some time after its end
-    watch = Watch(launch, 1, reports=reports, deadline_s=20.0, standing=Standing(), joining=None)
+    watch = Watch(launch, ["cpu"], reports=reports, deadline_s=20.0, standing=Standing(), joining=None)
     try:
         with pytest.raises(EngineDied, match=r"^rank 1 \(process \d+\) ended with exit code 3, in [^\n]+$"):
             watch.wait_for(messages.Here)

@@ -17,9 +17,9 @@ def with_ray() -> Any:
 
 @pytest.fixture(scope="session")
 def cluster(with_ray: Any) -> Iterator[None]:
-    """With eight processors, whatever the machine has: ranks that wait take none."""
+    """With eight processors and four GPUs, whatever the machine has: ranks that wait take none, and nothing computes on a GPU."""
     ray = with_ray
     os.environ["RAY_AUTH_MODE"] = "disabled"  # of this machine alone
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
     yield
     ray.shutdown()

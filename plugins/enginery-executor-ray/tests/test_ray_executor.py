@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import threading
 import time
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from enginery import LLM, SamplingParams
-from enginery.api import ConfigError, EnginError, Joining, PluginError
+from enginery.api import ConfigError, EnginError, Joining, LaunchPlan, PluginError, RunningRanks
 from enginery.testing.fixtures import write_tiny_checkpoint
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
@@ -46,8 +47,28 @@ def test_ranks_that_ray_places_tell_what_one_process_tells(options: dict[str, ob
     with LLM(**options, tp=2, executor="ray") as llm:
         (member,) = (process for process in members() if process not in before)
         assert "ray::" in (member.parent().name() + " ".join(member.parent().cmdline()))
+        assert "CUDA_VISIBLE_DEVICES" not in member.environ(), "no GPU is kept from others"
         assert tokens(llm) == one
     assert not psutil.wait_procs([member], timeout=10)[1]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+def test_a_rank_that_computes_on_a_gpu_has_one_to_itself(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ray's count; there is none here, and the rank computes on its CPU all the same."""
+    from enginery_executor_ray import placing
+
+    made = placing.place
+
+    def on_gpus(plan: LaunchPlan) -> RunningRanks:
+        assert plan.devices == ("cpu",)
+        return made(dataclasses.replace(plan, devices=("cuda",)))
+
+    monkeypatch.setattr(placing, "place", on_gpus)
+    before = members()
+    with LLM(**options, tp=2, executor="ray"):
+        (member,) = (process for process in members() if process not in before)
+        assert member.environ()["CUDA_VISIBLE_DEVICES"] in "0123"
 
 
 @pytest.mark.ray
@@ -72,8 +93,8 @@ def test_a_rank_that_cannot_begin_is_told_at_once(options: dict[str, object], mo
 
     made = placing._Placed
 
-    def with_another_key(group: object, joining: Joining, count: int) -> object:
-        return made(group, SimpleNamespace(address=joining.address, key="0" * 64), count)
+    def with_another_key(group: object, joining: Joining, needs: list[dict[str, float]]) -> object:
+        return made(group, SimpleNamespace(address=joining.address, key="0" * 64), needs)
 
     monkeypatch.setattr(placing, "_Placed", with_another_key)
     with pytest.raises(EnginError, match=r"(?s)rank 1 ended with exit code 2, before it joined.*refused the key"):

@@ -40,9 +40,9 @@ def url(cluster: None, model: Path) -> Iterator[str]:
     serve.shutdown()
 
 
-def servers() -> list[psutil.Process]:
-    """The processes of `engine serve`, each a child of its replica."""
-    own = {"enginery", "serve", "--port=0", "--max-model-len=1100"}
+def servers(length: int = 1100) -> list[psutil.Process]:
+    """The processes of `engine serve` with that context, each a child of its replica."""
+    own = {"enginery", "serve", "--port=0", f"--max-model-len={length}"}
     return [process for process in psutil.process_iter(["cmdline"]) if own <= set(process.info["cmdline"] or ())]
 
 
@@ -111,12 +111,12 @@ def test_an_engine_that_is_killed_under_load_takes_its_own_streams_alone(url: st
 
 
 def test_load_brings_a_second_engine(url: str, model: Path) -> None:
-    """By what the first one tells of its running requests: four, where two are meant for one."""
+    """By what the first one tells of its running requests: four, where two are meant for one. Each has a GPU, as Ray counts."""
     from ray import serve
 
     from enginery_executor_ray.serving import application
 
-    given = {"model": str(model), "target_requests": "2", "max_replicas": "2", "upscale_delay_s": "1"}
+    given = {"model": str(model), "target_requests": "2", "max_replicas": "2", "upscale_delay_s": "1", "gpus": "1"}
     serve.run(application({**FLAGS, **given, "max_model_len": "1050"}), name="scaled", route_prefix="/scaled")
     stop = threading.Event()
 
@@ -132,6 +132,8 @@ def test_load_brings_a_second_engine(url: str, model: Path) -> None:
                 assert time.monotonic() < end_s
                 assert not any(each.done() for each in loads)
                 time.sleep(0.5)
+            gpus = [server.environ()["CUDA_VISIBLE_DEVICES"] for server in servers(1050)]
+            assert len(set(gpus)) == len(gpus) == 2
         finally:
             stop.set()
     serve.delete("scaled")

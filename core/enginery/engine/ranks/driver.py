@@ -54,14 +54,14 @@ class RankProcesses:
         self._addresses: list[str] = []
         self._newest = -1
         self._broke: EngineDied | None = None
-        others, deadline_s = self._parallel.num_ranks - 1, asked.step_deadline
+        others, deadline_s = devices[1:], asked.step_deadline
         try:
-            for rank in range(1, others + 1):
+            for rank in range(1, len(others) + 1):
                 link, address = wires.bind(zmq.PAIR, str(rank))
                 self._links.append(link)
                 self._addresses.append(address)
             reports, self._reports = wires.bind(zmq.PULL, "reports")
-            joining = wires.joining(others)
+            joining = wires.joining(len(others))
             self._watch = Watch(launch, others, reports=reports, deadline_s=deadline_s, standing=self._standing, joining=joining)
         except BaseException:
             wires.close()

@@ -34,15 +34,15 @@ class Watch:
     """Starts the ranks and ends them. running: those processes, once they are started. cause: why they ended; None: they run."""
 
     def __init__(
-        self, launch: Launch, count: int, *, reports: Link, deadline_s: float, standing: Standing, joining: Listening | None
+        self, launch: Launch, on: Sequence[str], *, reports: Link, deadline_s: float, standing: Standing, joining: Listening | None
     ) -> None:
         """reports: where ranks tell how they are; closed at the end. standing: what the engine's own rank does.
 
-        joining: how ranks of other hosts come; None: none do.
+        on: the device of each. joining: how ranks of other hosts come; None: none do.
         """
-        self._launch, self._count, self._reports, self._joining = launch, count, reports, joining
+        self._launch, self._devices, self._reports, self._joining = launch, tuple(on), reports, joining
         self._standing = standing
-        self._patience = Patience(count, deadline_s=deadline_s, standing=standing, now_s=time.monotonic())
+        self._patience = Patience(len(on), deadline_s=deadline_s, standing=standing, now_s=time.monotonic())
         self._said: dict[type[messages.FromRank], set[int]] = {messages.Here: set(), messages.Ready: set()}
         self._failed: list[messages.Failed] = []
         self._changed = threading.Condition()
@@ -66,7 +66,7 @@ class Watch:
 
     def wait_for(self, kind: type[messages.FromRank]) -> None:
         """Until all ranks have said it. Raises `EngineDied` when one fails before."""
-        self._until(lambda: len(self._said[kind]) == self._count)
+        self._until(lambda: len(self._said[kind]) == len(self._devices))
 
     def explained(self, error: EnginError) -> EnginError:
         """Why an exchange with other ranks failed here."""
@@ -89,7 +89,10 @@ class Watch:
     def _run(self) -> None:
         began_s = time.monotonic()
         try:
-            running = self._launch(LaunchPlan(num_others=self._count, command=COMMAND, start=LocalRanks, joining=self._joining))
+            where = LaunchPlan(
+                num_others=len(self._devices), command=COMMAND, start=LocalRanks, joining=self._joining, devices=self._devices
+            )
+            running = self._launch(where)
             self._patience.pause(time.monotonic() - began_s)
             with self._changed:
                 self.running = running

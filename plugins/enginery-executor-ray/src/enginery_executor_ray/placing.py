@@ -34,16 +34,21 @@ def own_address() -> str:
 
 
 def place(plan: LaunchPlan) -> RunningRanks:
-    """One processor for each rank, spread over the nodes; then wait until all have joined. Raises `NoRoom`, and what ended one."""
+    """One processor for each rank, and a GPU where it computes on one, spread over the nodes; then wait until all have joined.
+
+    Raises `NoRoom`, and what ended a rank.
+    """
     assert plan.joining is not None, "this executor listens"
     _connect()
-    group = placement_group([{"CPU": 1}] * plan.num_others, strategy="SPREAD")
+    needs: list[dict[str, float]] = [{"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1} for device in plan.devices]
+    group = placement_group(needs, strategy="SPREAD")
     try:
         if not group.wait(_PLACE_S):
             raise NoRoom(
-                f"Ray has no room for {plan.num_others} ranks of one processor each in {_PLACE_S:g} s; ray status tells what it has"
+                f"Ray has no room for {plan.num_others} ranks, each of {' and '.join(f'one {name}' for name in needs[0])}, in "
+                f"{_PLACE_S:g} s; ray status tells what it has"
             )
-        placed = _Placed(group, plan.joining, plan.num_others)
+        placed = _Placed(group, plan.joining, needs)
         return RayRanks(plan.joining.wait(placed.look), placed)
     except BaseException:
         remove_placement_group(group)  # with the actors in it
@@ -80,12 +85,13 @@ class RayRanks:
 class _Placed:
     """The actors."""
 
-    def __init__(self, group: PlacementGroup, joining: Joining, count: int) -> None:
-        strategy = PlacementGroupSchedulingStrategy(group)
+    def __init__(self, group: PlacementGroup, joining: Joining, needs: list[dict[str, float]]) -> None:
         self._group: PlacementGroup | None = group
         self._actors: list[Any] = [
-            _Rank.options(num_cpus=1, scheduling_strategy=strategy).remote()  # type: ignore[attr-defined]
-            for _ in range(count)
+            _Rank.options(  # type: ignore[attr-defined]
+                num_cpus=1, num_gpus=need.get("GPU", 0), scheduling_strategy=PlacementGroupSchedulingStrategy(group, place)
+            ).remote()
+            for place, need in enumerate(needs)
         ]
         self._runs = {
             actor.run.remote(joining.address, joining.key, rank): rank for rank, actor in enumerate(self._actors, start=1)

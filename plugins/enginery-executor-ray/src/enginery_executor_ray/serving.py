@@ -32,7 +32,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-_OWN: Final = {"min_replicas": 1, "max_replicas": 1, "target_requests": 64, "upscale_delay_s": 10, "downscale_delay_s": 600}
+_OWN: Final = {
+    "min_replicas": 1,
+    "max_replicas": 1,
+    "target_requests": 64,
+    "upscale_delay_s": 10,
+    "downscale_delay_s": 600,
+    "gpus": 0,
+}
 _REFUSED: Final = frozenset(
     {"host", "port", "uds", "dp", "api_key", "api_key_file"}
 )  # Ray's proxy and its replicas are in their place
@@ -201,7 +208,7 @@ def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def application(args: Mapping[str, str]) -> serve.Application:
     """args: options of `engine serve` by name, and of the application: min_replicas, max_replicas, target_requests (of an engine),
-    upscale_delay_s and downscale_delay_s (how long as many have to be wanted).
+    upscale_delay_s and downscale_delay_s (how long as many have to be wanted), gpus (of each engine).
 
     Raises `ValueError` for options whose place Ray takes.
     """
@@ -223,6 +230,7 @@ def application(args: Mapping[str, str]) -> serve.Application:
     engines = serve.deployment(
         Engine,
         max_ongoing_requests=_MOST_REQUESTS,
+        ray_actor_options={"num_gpus": own["gpus"]},
         health_check_period_s=_HEALTH_S,
         autoscaling_config=scaling,
         request_router_config=_router(),

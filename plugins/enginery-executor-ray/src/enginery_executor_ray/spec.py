@@ -22,4 +22,4 @@ def _listen(asked: str | None) -> str:
     return asked or f"tcp://{own_address()}:0"
 
 
-RAY = ExecutorSpec(name="ray", api=(2, 1), launch=_launch, summary="places ranks on a Ray cluster", listen=_listen)
+RAY = ExecutorSpec(name="ray", api=(2, 2), launch=_launch, summary="places ranks on a Ray cluster", listen=_listen)

@@ -28,8 +28,7 @@ _MAX_NAME: Final = 64
 _RESERVED: Final = GIVEN | {
     *("continue_final_message", "chat_template", "conversation", "raise_exception", "strftime_now"),
     *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length", "sanitize_control_tokens"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *DEFAULT_NAMESPACE,
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", *DEFAULT_NAMESPACE),
 }  # no caller's variables: they have fields of their own, are functions, or are arguments of transformers' `apply_chat_template`
 
 
@@ -195,9 +194,13 @@ class ChatTemplate:
 
 
 def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
-    """The messages without fields that are None, except a content for which the template asks whether it is none."""
+    """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone."""
     keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
-    return [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
+    told = [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
+    for message in told if re.search(r"content['\"]?\]?\[0\](?:\.|\[['\"])text", source) and "is string" not in source else ():
+        if isinstance(text := message.get("content"), str):
+            message["content"] = [{"type": "text", "text": text}]
+    return told
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:

@@ -272,6 +272,20 @@ MINIMAX = """{%- set begin_token = '<minimax:tool_call>' -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- ']~b]ai' ~ '\\n' ~ '<think>' ~ '\\n' }}{%- endif -%}"""
 
+MINIMAX_TEXT = """{% for message in messages %}
+    {%- if message['role'] in ('system', 'user') -%}
+        {{ '<beginning_of_sentence>' + message['role'] + ' name=' + (message['name'] | default('-')) + '\\n' }}
+        {{- message['content'][0]['text'] + '<end_of_sentence>\\n' }}
+    {%- elif message['role'] == 'assistant' -%}
+        {{ '<beginning_of_sentence>ai name=assistant\\n' }}
+        {%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+            {%- generation %}{{ part['text'] }}{% endgeneration %}
+        {%- endfor %}
+        {{- '<end_of_sentence>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<beginning_of_sentence>ai name=assistant\\n' }}{% endif %}"""  # takes no text as content
+
 NEMOTRON = """{%- set ns = namespace(enable_thinking=true) -%}
 {%- for message in messages -%}
   {%- set content = message['content'] -%}

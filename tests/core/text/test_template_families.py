@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from family_templates_made import FAMILIES
+from family_templates_made import FAMILIES, MINIMAX_TEXT
 from tokenizers_made import byte_level, save
 
 from enginery.errors import RequestError
@@ -80,6 +80,21 @@ def test_content_in_parts_renders_as_with_transformers(name, both):
     ours, theirs = both(FAMILIES[name], PARTS)
     assert ours == theirs
     assert "two" in ours
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_text_is_a_part_for_a_template_that_takes_nothing_else(add_generation_prompt, both):
+    """transformers gives it what it is given, so there callers write parts; here clients send text."""
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in TALK]
+    ours, theirs = both(MINIMAX_TEXT, parts, add_generation_prompt=add_generation_prompt)
+    assert ours == theirs
+    template = ChatTemplate(MINIMAX_TEXT, variables={})
+    try:
+        assert template.render(TALK, add_generation_prompt=add_generation_prompt) == theirs
+        with pytest.raises(RequestError, match="final message"):
+            template.render([*TALK, {"role": "assistant", "content": "Fine, "}], continue_final_message=True)
+    finally:
+        template.close()
 
 
 @pytest.mark.parametrize(

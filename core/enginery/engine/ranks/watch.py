@@ -40,8 +40,7 @@ class Watch:
 
         on: the device of each. joining: how ranks of other hosts come; None: none do.
         """
-        self._launch, self._devices, self._reports, self._joining = launch, tuple(on), reports, joining
-        self._standing = standing
+        self._launch, self._on, self._reports, self._joining, self._standing = launch, tuple(on), reports, joining, standing
         self._patience = Patience(len(on), deadline_s=deadline_s, standing=standing, now_s=time.monotonic())
         self._said: dict[type[messages.FromRank], set[int]] = {messages.Here: set(), messages.Ready: set()}
         self._failed: list[messages.Failed] = []
@@ -66,7 +65,7 @@ class Watch:
 
     def wait_for(self, kind: type[messages.FromRank]) -> None:
         """Until all ranks have said it. Raises `EngineDied` when one fails before."""
-        self._until(lambda: len(self._said[kind]) == len(self._devices))
+        self._until(lambda: len(self._said[kind]) == len(self._on))
 
     def explained(self, error: EnginError) -> EnginError:
         """Why an exchange with other ranks failed here."""
@@ -89,10 +88,8 @@ class Watch:
     def _run(self) -> None:
         began_s = time.monotonic()
         try:
-            where = LaunchPlan(
-                num_others=len(self._devices), command=COMMAND, start=LocalRanks, joining=self._joining, devices=self._devices
-            )
-            running = self._launch(where)
+            plan = LaunchPlan(num_others=len(self._on), command=COMMAND, start=LocalRanks, joining=self._joining, devices=self._on)
+            running = self._launch(plan)
             self._patience.pause(time.monotonic() - began_s)
             with self._changed:
                 self.running = running

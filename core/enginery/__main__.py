@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End at once amid an import, as torch drops an exception out of numpy's; and amid a download, whose threads it would wait for."""
+    """End at once amid an import, as torch drops an exception out of numpy's, and amid a download, whose threads are waited for."""
     within = frame
     while within is not None:
         module = str(within.f_globals.get("__name__"))

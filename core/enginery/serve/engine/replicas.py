@@ -83,8 +83,7 @@ class Replica:
 
     def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
-        client, meter, state = self.client, self.client.meter, self.state
-        num_planned, tokens_planned = planned
+        client, meter, state, (num_planned, tokens_planned) = self.client, self.client.meter, self.state, planned
         return Standing(
             serves=self.serves,
             is_silent=state is EngineState.SILENT,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import asking, embedded, prompt_of
 from engine.test_llm import TINY
+from engine.test_speculation import Scripted, answers_of, with_drafter
 from transformers import AutoModel
 
 from enginery import LLM, AsyncLLM
+from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Embedding
+from enginery.plugin.registry import Registry
 
 PROMPTS = ["The engine", "a", "Once upon a time there was a stubborn squirrel"]
 
@@ -76,3 +81,26 @@ def test_many_embeddings_are_awaited_at_once() -> None:
         for one, other in zip(found, model.embed(PROMPTS), strict=True):
             assert one.prompt_token_ids == other.prompt_token_ids
             assert one.vector == pytest.approx(other.vector, abs=2e-5)
+
+
+def test_prompts_beside_requests_whose_guesses_are_verified_are_embedded_too(registry: Registry) -> None:
+    """Such a request has several rows in the step."""
+    asked = embedded(max_batch_requests=12)
+    decoding = [asking(f"{at}", prompt_of(text), max_tokens=30) for at, text in enumerate(PROMPTS)]
+    told = answers_of(Engine.build(asked, registry), decoding)
+    right = Scripted("right", {each.prompt_token_ids: told[each.request_id].tokens for each in decoding})
+    drafting = dataclasses.replace(asked, drafter="scripted", draft_length="3")
+    engine, vectors, ids = Engine.build(drafting, with_drafter(registry, lambda _: right)), {}, [7, 8, 9, 10]
+    for request in decoding:
+        engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    for length in (2, 4):
+        embed = dataclasses.replace(asking(f"embed {length}", ids[:length], max_tokens=1), embed=True)
+        engine.submit(embed)
+    while engine.has_work:
+        vectors |= {output.request_id: output.embedding for output in engine.step() if output.embedding is not None}
+    for length in (2, 4):
+        found = torch.nn.functional.normalize(torch.tensor(vectors[f"embed {length}"]), dim=0)
+        expected = reference(engine.facts.folder, tuple(ids[:length]))
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

@@ -167,8 +167,7 @@ def _of_one_rank(asked: EngineOptions, wires: Wires, device: str) -> EngineOptio
 
     Kernels are waited for: all ranks change to other backends in the same step, if any does.
     """
-    sharing = 1 if wires.address else asked.num_ranks
-    threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
+    threads = max(1, (asked.num_threads or torch.get_num_threads()) // (1 if wires.address else asked.num_ranks))
     overlap = asked.pp == 1 and torch_device(device).type != "cpu" if asked.overlap is None else asked.overlap
     return dataclasses.replace(
         asked, num_threads=threads, overlap=overlap, listen=wires.address or None, device=device, wait_for_kernels=True

@@ -34,12 +34,10 @@ class _Heard:
         before, self.alive = self.alive, alive
         if before is None or (alive.phase, alive.number) != (before.phase, before.number):
             self.further_s = self.worked_s = now_s
-        elif (
-            alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
-            or alive.waits != before.waits
-            or (alive.phase.startswith(_OTHERS_WORK) and not alive.waits)
-        ):
-            self.worked_s = now_s
+        else:
+            works = alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
+            if works or alive.waits != before.waits or (alive.phase.startswith(_OTHERS_WORK) and not alive.waits):
+                self.worked_s = now_s
         self.at_s = now_s
 
     @property

@@ -17,10 +17,11 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End at once while something is imported: torch drops an exception from the middle of numpy, and goes on with half of it."""
+    """End at once amid an import, as torch drops an exception out of numpy's, and amid a download, whose threads are waited for."""
     within = frame
     while within is not None:
-        if within.f_code.co_filename.startswith("<frozen importlib"):
+        module = str(within.f_globals.get("__name__"))
+        if within.f_code.co_filename.startswith("<frozen importlib") or module.startswith("huggingface_hub."):
             os._exit(128 + number)
         within = within.f_back
     signal.default_int_handler(number, frame)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import asking, embedded, prompt_of
 from engine.test_llm import TINY
+from engine.test_speculation import Scripted, answers_of, with_drafter
 from transformers import AutoModel
 
 from enginery import LLM, AsyncLLM
+from enginery.contracts.step import StepInput
+from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Embedding
+from enginery.plugin.registry import Registry
+from enginery.worker.paths.path import Launched
 
 PROMPTS = ["The engine", "a", "Once upon a time there was a stubborn squirrel"]
 
@@ -76,3 +83,33 @@ def test_many_embeddings_are_awaited_at_once() -> None:
         for one, other in zip(found, model.embed(PROMPTS), strict=True):
             assert one.prompt_token_ids == other.prompt_token_ids
             assert one.vector == pytest.approx(other.vector, abs=2e-5)
+
+
+@pytest.mark.parametrize("length", [2, 4, 5, 9])
+def test_prompts_beside_requests_whose_guesses_are_verified_are_embedded_too(registry: Registry, length: int) -> None:
+    """Those have several rows in a step. Of five and nine tokens one is left for a step of its own, as if it decoded."""
+    asked = embedded(max_batch_requests=16, max_batch_tokens=16)
+    decoding = [asking(f"{at}", prompt_of(text), max_tokens=50) for at, text in enumerate(PROMPTS)]
+    told = answers_of(Engine.build(asked, registry), decoding)
+    right = Scripted("right", {each.prompt_token_ids: told[each.request_id].tokens for each in decoding})
+    drafting = dataclasses.replace(asked, drafter="scripted", draft_length="3")
+    engine, launched = Engine.build(drafting, with_drafter(registry, lambda _: right)), list[tuple[int, ...]]()
+    for request in decoding:
+        engine.submit(request)
+    while engine.meter.stats().drafts.verifications < 6:
+        engine.step()
+    ids = range(7, 7 + length)
+    engine.submit(dataclasses.replace(asking("embed", ids, max_tokens=1), embed=True))
+    launch = engine._runner.launch
+
+    def noting(step: StepInput) -> Launched:
+        launched.append((step.num_decode, step.decode_len, *step.columns().num_tokens.tolist()[3:]))
+        return launch(step)
+
+    engine._runner.launch = noting  # type: ignore[method-assign]
+    vectors = [output.embedding for _ in range(length) for output in engine.step() if output.request_id == "embed"]
+    chunks = {2: [(3, 4, 2)], 4: [(3, 4, 4)], 5: [(3, 4, 4), (4, 4, 1)], 9: [(3, 4, 4), (3, 4, 4), (4, 4, 1)]}
+    assert launched[: len(chunks[length])] == chunks[length]
+    assert vectors[0] is not None
+    found = torch.nn.functional.normalize(torch.tensor(vectors[0]), dim=0)
+    torch.testing.assert_close(found, reference(engine.facts.folder, tuple(ids)), atol=2e-5, rtol=0)

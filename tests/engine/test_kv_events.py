@@ -319,6 +319,8 @@ class HeldThread:
     ("changes", "why"),
     [
         ({"kv_events": "udp://*:1"}, r"kv_events is 'udp://\*:1', but must be tcp://"),
+        ({"kv_events": "tcp://*:65536"}, "cannot be published at port 65536: 65535 is the last"),
+        ({"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:65535", "dp_rank": 1}, "cannot be published at port 65536"),
         ({"kv_events_topic": "x"}, "kv_events_topic are of --kv-events, which is not given"),
         ({"kv_events": "tcp://*:5557", "prefix_cache": False}, "--no-prefix-cache turns off"),
     ],

@@ -79,9 +79,12 @@ def test_a_start_that_goes_on_has_any_time(ranks: Ranks) -> None:
     assert ranks.until(999, busy=("its start", 0.0), phase="start: weights 500").startswith("its start has got no further for 20 s")
 
 
-@pytest.mark.parametrize("phase", ["attention", "model"])
-def test_a_start_that_may_compile_has_ten_deadlines(ranks: Ranks, phase: str) -> None:
-    """One rank's compilers work, which are processes of their own, and the others wait for them: FlashInfer's take two minutes."""
+@pytest.mark.parametrize("phase", ["attention", "model", "weights 500"])
+def test_a_start_that_compiles_or_reads_has_ten_deadlines(ranks: Ranks, phase: str) -> None:
+    """One rank's compilers work, which are processes of their own, and the others wait for them: FlashInfer's take two minutes.
+
+    Of a disk it may be long until the next tensor has come.
+    """
     ranks.works, ranks.standing.waits = False, "of_all"
     told = ranks.until(999, busy=("its start", 0.0), phase=f"start: {phase}")
     assert told.startswith("its start has got no further for 20 s")

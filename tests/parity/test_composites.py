@@ -39,7 +39,7 @@ def registry() -> Registry:
     return Registry.load(blocked=("attn-cpu",))
 
 
-@in_turn(("asked", ASKED), ("family, max_batch_tokens", [("llama", 16), ("mistral", 16), ("mistral", 4096), ("llama", 4096)]))
+@in_turn(("asked", ASKED), ("family, max_batch_tokens", [("mistral", 4096), ("llama", 4096), ("llama", 16), ("mistral", 16)]))
 def test_composed_attention_changes_no_token(
     write_oracle: Callable[..., Oracle], registry: Registry, *, family: str, asked: str, max_batch_tokens: int
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import psutil
@@ -22,6 +23,7 @@ from enginery.config.schema import EngineOptions, HostShare
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
 from enginery.serve.engine import client as engine_client
+from enginery.serve.engine import progress as engine_progress
 from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.progress import stalled_s, watch
 from enginery.serve.engine.replica_options import replica_options
@@ -216,6 +218,45 @@ def test_one_that_prepares_for_long_in_an_idle_moment_is_not_stuck(with_server, 
             await live.until(lambda: stalled_s(last) > 0.7 or last.state == "dead")
 
     with_server(scenario, dp=dp)
+
+
+@pytest.mark.parametrize("limit_s", [0.7, 1.5])
+def test_one_that_prepares_may_keep_its_requests_waiting_but_not_for_ever(with_server, monkeypatch, tmp_path, limit_s):
+    """Its requests came while something was compiled or captured in an idle moment."""
+    monkeypatch.setattr(engine_progress, "_PREPARING_S", 2.0 if limit_s < 1 else 0.0)
+    monkeypatch.setenv("FAKE_PREPARES", str(tmp_path / "prepares"))
+
+    async def scenario(live):
+        last = live.service.engine.replicas[-1]
+        async with watched(live, limit_s):
+            (tmp_path / "prepares1").touch()
+            await asyncio.sleep(0.5)
+            assert last.client.prepares
+            asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 4)]
+            await asyncio.sleep(1.5)
+            if limit_s < 1:
+                (tmp_path / "prepares1").unlink()
+            assert sorted([(await task).status_code for task in asked]) == [200, 200 if limit_s < 1 else 503]
+
+    with_server(scenario, dp=2)
+
+
+def test_one_that_was_paused_with_its_server_is_not_stuck(with_server, monkeypatch):
+    """By Ctrl-Z, or with its container: nobody was heard, and what it works at may take a while yet."""
+    monkeypatch.setattr(engine_progress, "_PAUSE_S", 0.5)
+
+    async def scenario(live):
+        last = live.service.engine.replicas[-1]
+        async with watched(live, 1.0):
+            os.kill(last.client.child.pid, signal.SIGSTOP)
+            asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 4)]
+            await live.until(lambda: sent(live) == [1, 1])
+            time.sleep(2)
+            await asyncio.sleep(0.6)
+            os.kill(last.client.child.pid, signal.SIGCONT)
+            assert [(await task).status_code for task in asked] == [200, 200]
+
+    with_server(scenario, dp=2)
 
 
 def test_where_all_are_stuck_none_is_ended_and_the_server_says_so(with_server):

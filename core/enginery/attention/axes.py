@@ -149,11 +149,11 @@ def _part(whole: CutT, rows: slice, requests: slice) -> CutT:
         if (tensor := READ[name](whole)) is not None:
             values[name] = tensor[rows if axis is Axis.TOKEN else requests]
     owner: AnyCut = whole
-    while (further := owner.whole) is not None:  # so that a part of a part is cut once
+    # So that a part of a part is cut once. What was narrowed to some views may have lengths of its own.
+    while (further := owner.whole) is not None and further.rows is not None and further.requests is not None:
         owner = further.owner
-        if further.rows is not None and further.requests is not None:
-            rows = slice(further.rows.start + rows.start, further.rows.start + rows.stop)
-            requests = slice(further.requests.start + requests.start, further.requests.start + requests.stop)
+        rows = slice(further.rows.start + rows.start, further.rows.start + rows.stop)
+        requests = slice(further.requests.start + requests.start, further.requests.start + requests.stop)
     values["whole"] = tuple.__new__(Whole, (owner, rows, requests))
     return part
 

@@ -102,8 +102,10 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
     A path that exists comes first, then a checkpoint. revision: branch, tag or commit, of a Hugging Face id only. with_weights:
     download them too. HF_HUB_OFFLINE=1 keeps to what is in the cache. Raises `CheckpointError`.
     """
-    if not model:
-        raise CheckpointError("the name of the model is empty; give a folder, an installed checkpoint or a Hugging Face id")
+    if not model or model.encode(errors="ignore").decode() != model:
+        raise CheckpointError(
+            f"the name {model!r} is empty or not UTF-8; give a folder, an installed checkpoint or a Hugging Face id"
+        )
     path = Path(os.path.expanduser(model))
     try:
         if path.is_dir():

@@ -235,5 +235,4 @@ def _apart(mine: torch.Tensor, theirs: torch.Tensor, rows: Sequence[slice]) -> l
     theirs = theirs.to(mine.device, torch.float32)
     error = (mine.float() - theirs).flatten(1).abs().amax(1)  # [T]
     scale = theirs.flatten(1).abs().amax(1)
-    tiny = torch.finfo(torch.float32).tiny
-    return [float(error[some].max() / scale[some].max().clamp(min=tiny)) for some in rows]
+    return [float(error[some].max() / scale[some].max().clamp(min=torch.finfo(torch.float32).tiny)) for some in rows]

@@ -133,8 +133,7 @@ def _is_marked_inside(found: object) -> bool:
             return False  # a number, a text: it can have no mark
         case _:
             inner = [inspect.getattr_static(found, "__wrapped__", None), inspect.getattr_static(type(found), "__call__", None)]
-    attribute = f"{PROJECT}_impl"
-    marks = [inspect.getattr_static(each, attribute, None) for each in (found, *inner)]
+    marks = [inspect.getattr_static(each, f"{PROJECT}_impl", None) for each in (found, *inner)]
     holders = (each for each in inner if not isinstance(each, types.FunctionType | types.WrapperDescriptorType | type | None))
     return any(isinstance(mark, dict) for mark in marks) or any(map(_is_marked_inside, holders))
 

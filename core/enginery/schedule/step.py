@@ -65,6 +65,8 @@ class StepBuilder:
         """
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
         self.greedy &= start + 1 >= request.greedy_from
+        if start + 1 == request.num_prompt_tokens and request.asked.embed:
+            self.embedding.append(len(self.requests))
         pending = len(drafts) if ON_DEVICE in drafts else 0
         if start < len(request.token_ids):
             self._ids.append(request.token_ids[start])

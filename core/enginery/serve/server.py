@@ -80,7 +80,7 @@ async def _serve(
     relay = configure(settings.log_format, settings.log_level)
     _warn(settings, listener)
     tracer = Tracer.open(settings.otlp_endpoint)
-    text, parsers = await asyncio.to_thread(_text_side, options, registry, settings, display)
+    text, parsers = _text_side(options, registry, settings, display)  # on no thread: Ctrl-C would wait for its download
     text_s = process_age_s() - front_s
     engine = await _engines(options, registry, settings, relay)
     service = Service(

@@ -82,6 +82,16 @@ class _Load:
         else:
             self.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
 
+    def verified(self, length: int, seconds: float, *, late: bool) -> None:
+        """As `DraftLength.verified`. What the first of a length took is no measure: graphs were captured."""
+        if length:
+            self.note(length, seconds if length in self.seconds else math.inf)
+        elif not late:
+            self.note(0, seconds)
+        elif 0 in self.seconds:
+            gap_s = min(max(0.0, seconds - self.seconds[0]), self.seconds[0])  # more is something else
+            self.gap_s += _WEIGHT_OF_A_TIME * (gap_s - self.gap_s)
+
     def paying(self, told: Mapping[int, float]) -> int:
         """The length with the most tokens a second, 0 where plain ones have, or one to try. told: tokens of a request, for each."""
         rates = {length: tokens / (self.seconds.get(length, math.inf) + self.gap_s) for length, tokens in told.items()}
@@ -151,17 +161,13 @@ class DraftLength:
     def verified(self, num_requests: int, length: int, seconds: float, *, told: float, late: bool) -> None:
         """A step of so many requests that verified `length` guesses of some, and told so many tokens of each on average.
 
-        late: it was launched after the one before was told. What the first of a length took is no measure: graphs were captured.
+        late: it was launched after the one before was told.
         """
         load = self._loads.setdefault((num_requests - 1).bit_length(), self._load(num_requests))
         load.spent_s += seconds
         if (length or late) and 0 in load.seconds:
             load.lost_s = max(0.0, load.lost_s + seconds - told * load.seconds[0])
-        if late and not length and 0 in load.seconds:
-            gap_s = min(max(0.0, seconds - load.seconds[0]), load.seconds[0])  # more is something else
-            load.gap_s += _WEIGHT_OF_A_TIME * (gap_s - load.gap_s)
-        if length or not late:
-            load.note(length, seconds if not length or length in load.seconds else math.inf)
+        load.verified(length, seconds, late=late)
 
     def passed(self, num_requests: int, verified: int, made: int, seconds: float) -> None:
         """Any step of so many requests: if it belongs to a trial, what it took longer than its tokens usually do is lost."""

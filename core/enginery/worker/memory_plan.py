@@ -145,8 +145,7 @@ def plan_memory(
     """
     workspace += CUDA_LIBRARY_BYTES if device.kind == "cuda" else 0
     budget = int(device.available_bytes * asked.memory_fraction)
-    pages_per_request = math.ceil(settings.max_model_len / asked.page_size)
-    useful = settings.max_batch_requests * pages_per_request
+    useful = settings.max_batch_requests * math.ceil(settings.max_model_len / asked.page_size)
     left = budget - weights - workspace
     bound = left
     if asked.kv_memory_gib is not None:

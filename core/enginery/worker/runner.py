@@ -315,7 +315,7 @@ class Runner:
             return None
         last = launched.forwarded.last
         assert last is not None, "a step of which hidden states are asked for runs no graph that keeps them"
-        rows = torch.from_numpy(np.searchsorted(launched.step.sampling, embedding))
+        rows = torch.from_numpy(begins_of(launched.step.sampled_rows)[np.searchsorted(launched.step.sampling, embedding)])
         return last.index_select(0, to_device(rows, self.device)).float().to("cpu", non_blocking=True)
 
     def _prompt_logprobs(

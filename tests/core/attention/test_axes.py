@@ -12,7 +12,7 @@ from core.attention.batches import Planner, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.attention.axes import cut_at, pad, token_fields, with_token_fields
+from enginery.attention.axes import cut_at, pad, renewed, token_fields, with_token_fields
 from enginery.attention.layer_kinds import of_kind
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
@@ -21,12 +21,14 @@ from enginery.contracts.batch import (
     STATE,
     STATED,
     VIEWS,
+    WINDOW,
     Axis,
     Fill,
     ForwardBatch,
     Named,
     NamedTensor,
     Split,
+    View,
     along,
     stated_fields,
 )
@@ -170,6 +172,16 @@ def test_a_leaf_is_given_the_one_view_of_its_memory() -> None:
     assert of_kind(batch, STATE).views.keys() == {STATE}
     with pytest.raises(ValueError, match="0 views of type View"):
         _ = of_kind(batch, STATE).page_table_cpu
+
+
+def test_parts_of_what_is_cut_and_then_narrowed_to_a_window_have_its_shorter_lengths() -> None:
+    """As under micro-batches, where decoding and prompts have backends of their own."""
+    batch = make_batch([1, 1, 4, 3])
+    starts = torch.tensor([0, 16, 16, 0], dtype=torch.int32)
+    window = View(slots=batch.pages.slots, page_table_cpu=batch.page_table_cpu, starts_cpu=starts)
+    _, second = parts(renewed(batch, kv_lens_cpu=torch.tensor([5, 21, 37, 3], dtype=torch.int32), views={WINDOW: window}), 1)
+    cut = [part.kv_lens_cpu.tolist() for part in parts(of_kind(second, WINDOW), 1)]
+    assert cut == [[5], [21, 3]]
 
 
 def test_a_batch_cannot_shrink_by_padding() -> None:

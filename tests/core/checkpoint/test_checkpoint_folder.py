@@ -50,6 +50,16 @@ def test_a_file_is_refused(site, tmp_path) -> None:
         find_folder(str(tmp_path / "model.safetensors"), Registry.load())
 
 
+@pytest.mark.parametrize("name", ["", "not-\udcff-utf8"])
+def test_a_name_that_cannot_be_told_is_refused(name: str, tmp_path, monkeypatch) -> None:
+    """A folder may have one that is not UTF-8, and no process could be told of it, nor a client."""
+    monkeypatch.chdir(tmp_path)
+    if name:
+        Path(name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"the name {re.escape(ascii(name))} is empty or not UTF-8; give a folder"):
+        find_folder(name, Registry.load())
+
+
 @pytest.mark.parametrize("path", ["./nope", "../x", "nope/.hidden", "-/x"])
 def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

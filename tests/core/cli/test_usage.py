@@ -136,3 +136,12 @@ def test_ctrl_c_before_the_command_is_known_is_no_traceback(run, monkeypatch) ->
 def test_a_keyword_that_is_another_engines_is_told_by_its_name_here(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=f"LLM has no option .*{words}"):
         engine_options("m", given, owner="LLM")
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:65536", "tcp://127.0.0.1", "10.0.0.1"])
+def test_a_rank_cannot_join_at_a_port_that_there_is_not(run, address: str, tmp_path) -> None:
+    """ZeroMQ would try another without a word, and the rank wait for ten minutes."""
+    key = str(tmp_path / "ranks.key")
+    assert run("rank", "--new-key", key)[2] == 0
+    _, err, code = run("rank", "--join", address, "--rank-key-file", key, "--wait-s", "0.1")
+    assert (err, code) == (f"engine: --join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen\n", 2)

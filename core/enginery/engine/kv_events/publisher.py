@@ -51,6 +51,7 @@ class KVEvents:
     ) -> None:
         """medium: as vLLM names where the pages are. Raises `ConfigError` for an address that cannot be used."""
         rank = asked.dp_rank * asked.dp_attention + lane
+        address, replayed = (address_of(each, rank) if each else "" for each in (asked.kv_events, asked.kv_events_replay))
         self._page_bytes = asked.page_size * TOKEN_BYTES
         self._numbers = itertools.count()
         self._points: dict[ResumePoint, int] = {}
@@ -62,16 +63,15 @@ class KVEvents:
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            address = address_of(asked.kv_events or "", rank)
             if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
                 events.bind(address)  # of this host alone, as vLLM does
             else:
                 events.connect(address)  # to a subscriber that has bound
-            if asked.kv_events_replay is not None:
-                replay.bind(address_of(asked.kv_events_replay, rank))
+            if replayed:
+                replay.bind(replayed)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            addresses = " and ".join(address_of(each, rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
+            addresses = " and ".join(filter(None, (address, replayed)))
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
         blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
         publisher = _Publisher(events, replay, blocks, topic=asked.kv_events_topic.encode(), rank=rank)
@@ -194,14 +194,14 @@ class _Publisher:
 
 def address_of(address: str, rank: int) -> str:
     """Of a replica or a lane, as vLLM has it: the port so much higher; a path with the number at its end. Raises `ConfigError`."""
-    if rank == 0:
-        return address
-    head, _, port = address.rpartition(":")
     if not address.startswith("tcp://"):
-        return f"{address}_dp{rank}"
-    if not port.isdecimal():
+        return f"{address}_dp{rank}" if rank else address
+    head, _, port = address.rpartition(":")
+    if not port.isdecimal() and rank:
         raise ConfigError(f"{address} has no port that number {rank} could count from; write tcp://*:5557")
-    return f"{head}:{int(port) + rank}"
+    if port.isdecimal() and int(port) + rank > 65_535:  # of which ZeroMQ would listen at another
+        raise ConfigError(f"KV events cannot be published at port {int(port) + rank}: 65535 is the last; name a lower one")
+    return f"{head}:{int(port) + rank}" if rank else address
 
 
 def _empty(waiting: _Waiting, but: int = 0) -> None:

@@ -18,7 +18,7 @@ from enginery.contracts.step import StepInput, StepOutput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
-from enginery.engine.ranks.wires import Wires
+from enginery.engine.ranks.wires import HostWires, Wires
 from enginery.errors import EngineDied
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
@@ -50,16 +50,12 @@ class RankProcesses:
             tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, layers_by_stage=layers, cuts_experts=asked.ep
         )
         self._parallel = mesh.of_rank(0)
-        self._links: list[zmq.Socket[bytes]] = []
-        self._addresses: list[str] = []
         self._newest = -1
         self._broke: EngineDied | None = None
         others, deadline_s = devices[1:], asked.step_deadline
         try:
-            for rank in range(1, len(others) + 1):
-                link, address = wires.bind(zmq.PAIR, str(rank))
-                self._links.append(link)
-                self._addresses.append(address)
+            bound = [wires.bind(zmq.PAIR, str(rank)) for rank in range(1, len(others) + 1)]
+            self._links, self._addresses = [link for link, _ in bound], [address for _, address in bound]
             reports, self._reports = wires.bind(zmq.PULL, "reports")
             joining = wires.joining(len(others))
             self._watch = Watch(launch, others, reports=reports, deadline_s=deadline_s, standing=self._standing, joining=joining)
@@ -78,6 +74,8 @@ class RankProcesses:
         """This rank is; wait for the others. Raises `EngineDied`."""
         self._watch.wait_for(messages.Ready)
         self._watch.busy(None)
+        if isinstance(self._wires, HostWires) and torch_device(self.options.device).type == "cpu":  # GPUs may meet again
+            self._wires.all_met()
 
     def send(self, step: StepInput) -> None:
         self.check()
@@ -169,8 +167,7 @@ def _of_one_rank(asked: EngineOptions, wires: Wires, device: str) -> EngineOptio
 
     Kernels are waited for: all ranks change to other backends in the same step, if any does.
     """
-    sharing = 1 if wires.address else asked.num_ranks
-    threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
+    threads = max(1, (asked.num_threads or torch.get_num_threads()) // (1 if wires.address else asked.num_ranks))
     overlap = asked.pp == 1 and torch_device(device).type != "cpu" if asked.overlap is None else asked.overlap
     return dataclasses.replace(
         asked, num_threads=threads, overlap=overlap, listen=wires.address or None, device=device, wait_for_kernels=True

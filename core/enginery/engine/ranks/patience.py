@@ -4,7 +4,7 @@
     in 10 x D   it gets further: it is heard at all, or the step ends, or the start comes to its next phase or more bytes of weights
 
 Who waits for another rank, or for a step, need not work; that all wait for each other for D breaks the rule too. Where a start may
-compile kernels, other processes work for the rank, or those of another rank that compiles the same.
+compile kernels, other processes work for the rank, or those of another rank that compiles the same; and a disk may be slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enginery.engine.ranks.messages import Alive
 from enginery.worker.ranks.gloo import Standing
 
 FURTHER: Final = 10  # deadlines to get further
-_COMPILES: Final = ("start: attention", "start: model")
+_OTHERS_WORK: Final = ("start: weights", "start: attention", "start: model")
 _LEAST_WORK: Final = 0.01  # of the time; a waiting process works less
 
 
@@ -34,12 +34,10 @@ class _Heard:
         before, self.alive = self.alive, alive
         if before is None or (alive.phase, alive.number) != (before.phase, before.number):
             self.further_s = self.worked_s = now_s
-        elif (
-            alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
-            or alive.waits != before.waits
-            or (alive.phase in _COMPILES and not alive.waits)
-        ):
-            self.worked_s = now_s
+        else:
+            works = alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
+            if works or alive.waits != before.waits or (alive.phase.startswith(_OTHERS_WORK) and not alive.waits):
+                self.worked_s = now_s
         self.at_s = now_s
 
     @property

@@ -159,8 +159,7 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> bool:
         """End a request in its client's place; the client is told. Returns False if there is no request of that id."""
-        group = self.groups.get(request_id)
-        if group is not None:
+        if (group := self.groups.get(request_id)) is not None:
             group.fail(Aborted())
         return group is not None
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from enginery.serve.engine.replicas import Replica
 
 _MAX_SHOWN: Final = 32
+_PAUSE_S: Final = 2.0  # this process did not run meanwhile, so nobody was heard
+_PREPARING_S: Final = 600.0  # that an engine may be stalled for longer while it prepares something
 _log: Final = logging.getLogger(__name__)
 
 
@@ -46,10 +48,11 @@ async def watch(replicas: Sequence[Replica], limit_s: float) -> None:
 
 
 def stalled_s(replica: Replica) -> float:
-    """Seconds for which it had work, and nothing came of it; or prepared nothing and said nothing, though all have hung up."""
+    """Seconds for which it had work, and nothing came of it, or said nothing, though all have hung up; fewer while it prepares."""
     client = replica.client
-    silent_s = time.monotonic() - client.heard_s if client.state == "silent" and not client.prepares else 0.0
-    return max(client.progress.stalled_s(has_work=bool(client.open_requests)), silent_s)
+    silent_s = time.monotonic() - client.heard_s if client.state == "silent" else 0.0
+    seconds = max(client.progress.stalled_s(has_work=bool(client.open_requests)), silent_s)
+    return max(0.0, seconds - _PREPARING_S) if client.prepares else seconds
 
 
 async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) -> None:
@@ -57,9 +60,12 @@ async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) ->
 
     Where another serves it is ended then: whoever restarts the server would end the others' streams too.
     """
-    was_stalled = False
+    was_stalled, look_s = False, min(1.0, limit_s / 4)
     while True:
-        await asyncio.sleep(min(1.0, limit_s / 4))
+        began_s = time.monotonic()
+        await asyncio.sleep(look_s)
+        if time.monotonic() - began_s > look_s + _PAUSE_S:
+            replica.client.progress.moved()
         seconds = stalled_s(replica)
         if seconds >= limit_s and not was_stalled:
             _write_down(replica, seconds)

@@ -83,8 +83,7 @@ class Replica:
 
     def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
-        client, meter, state = self.client, self.client.meter, self.state
-        num_planned, tokens_planned = planned
+        client, meter, state, (num_planned, tokens_planned) = self.client, self.client.meter, self.state, planned
         return Standing(
             serves=self.serves,
             is_silent=state is EngineState.SILENT,
@@ -218,8 +217,7 @@ class Replicas:
         """Why no engine serves, as an error to raise: `EngineDied`, or `EngineRestarts` if one comes back."""
         for replica in self.replicas:
             if replica.state is EngineState.RESTARTING:
-                client = replica.client
-                return EngineRestarts(client.died.result() if client.died.done() else client.restarted_for)
+                return EngineRestarts(client.died.result() if (client := replica.client).died.done() else client.restarted_for)
         dead = [*reversed(self._dead), *self.replicas]
         return next(replica.client for replica in dead if replica.client.died.done()).death()
 
@@ -231,11 +229,10 @@ class Replicas:
         """Note one that does not come back."""
         why = replica.died.result()
         self._dead.append(replica)
-        if len(self._dead) == len(self.replicas):
-            self.died.set_result(why)
-        else:
-            left = len(self.replicas) - len(self._dead)
+        if left := len(self.replicas) - len(self._dead):
             _log.error("%s has ended and is not started again, %d of %d are left: %s", replica.name, left, len(self.replicas), why)
+        else:
+            self.died.set_result(why)
 
 
 def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) -> list[Sent]:

@@ -57,7 +57,7 @@ def configure(style: LogFormat, level: str) -> Callable[[str], None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_lines(style))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    for name in ("uvicorn", "httpx", "opentelemetry"):
+    for name in ("uvicorn", "httpx", "httpx2", "opentelemetry"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return pass_on if style == "text" else _as_records
 

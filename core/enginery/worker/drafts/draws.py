@@ -109,8 +109,7 @@ class CapturedDraws:
     def fill(self, draws: GuessDraws) -> None:
         """With those of a step; padding takes its best token."""
         for kept, told in zip((self._table, self._seeds), draws.host(), strict=True):
-            more = kept.shape[-1] - told.shape[-1]
-            kept.copy_(pinned(F.pad(told, (0, more)), kept.device), non_blocking=True)
+            kept.copy_(pinned(F.pad(told, (0, kept.shape[-1] - told.shape[-1])), kept.device), non_blocking=True)
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As `GuessDraws.choose`. Device work only."""

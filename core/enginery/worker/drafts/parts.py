@@ -107,8 +107,7 @@ def _choose_attention(
     """
     if reads:
         return target.attention
-    layers = stage_of(facts, target.parallel).memory
-    softmax, recurrent = LayerNeeds.of(layers, target.settings, target.device_facts)
+    softmax, recurrent = LayerNeeds.of(stage_of(facts, target.parallel).memory, target.settings, target.device_facts)
     needs = LayerNeeds(verifying(softmax, device_lengths=target.device_facts.kind != "cpu"), verifying(recurrent))
     try:
         return choose_attention(asked, registry, needs)[0]

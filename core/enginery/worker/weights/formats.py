@@ -53,8 +53,7 @@ def kept_schemes(ops: Sequence[Offer[OpSpec]]) -> Mapping[str, frozenset[Scheme]
     kept = {}
     for operation in ("bind_linear", "bind_experts"):
         winner = next((offer.spec for offer in ops if operation in offer.spec.provides), None)
-        schemes = REFERENCE_SCHEMES if winner is None else winner.schemes
-        kept[operation] = schemes.get(operation, frozenset())
+        kept[operation] = (REFERENCE_SCHEMES if winner is None else winner.schemes).get(operation, frozenset())
     return kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any, Final
 from enginery.api import AttnNeeds, Unsupported
 
 _TARGET: Final = "FLASHINFER_CUDA_ARCH_LIST"
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def compile_missing(modules: Sequence[Any]) -> int:
         if missing and os.environ.get("FLASHINFER_DISABLE_JIT"):  # FlashInfer's own switch, which its next function overlooks
             raise RuntimeError(f"compiling is switched off by FLASHINFER_DISABLE_JIT, and not on disk are {', '.join(missing)}")
         if missing:
+            _log.info("compiling %d of FlashInfer's modules, which takes a minute or two: %s", len(missing), ", ".join(missing))
             with ThreadPoolExecutor(len(missing)) as pool:
                 list(pool.map(lambda module: module.build(verbose=False), missing.values()))
     except (RuntimeError, OSError) as error:

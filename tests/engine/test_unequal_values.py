@@ -87,4 +87,4 @@ def test_memory_is_of_the_width_that_values_have_and_who_cannot_do_it_refuses(na
     keys, values = parts.step.relay.backend.pool.layer(LocalLayerId(0))
     assert (keys.shape[-1], values.shape[-1]) == (16, 10)
     with pytest.raises(Unsupported, match="values of another width than keys"):
-        build_parts(options(narrow, attention_backend="triton"), registry)
+        build_parts(options(narrow, attention_backend="flashinfer"), registry)

@@ -55,6 +55,7 @@ def make_spec() -> TritonSpec:
             min_compute_capability=None if interpreted else (8, 0),
             sliding_window=True,
             softcap=True,
+            unequal_values=True,
             sinks=True,
             phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             mla=True,

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,20 +64,6 @@ def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path,
         assert_equal(serve(engine, requests), one)
         if mesh == "pp":  # batches of several requests are put together otherwise
             assert serve(engine, [last])["last"].logprobs == alone["last"].logprobs
-
-
-def test_nothing_stays_on_the_disk_where_the_engine_is_killed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Registry
-) -> None:
-    (tmp_path / "private").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "private"))
-    asked = options(model=folder_of(tmp_path, "llama"), num_pages=128, num_threads=1, tp=2)
-    engine = Engine.build(asked, registry)
-    try:
-        assert list((tmp_path / "private").iterdir()) == []
-        assert serve(engine, [request("a", PROMPTS[0])])["a"]
-    finally:
-        engine.close()
 
 
 READ = test_mamba.FAMILIES | test_hybrids.HYBRIDS

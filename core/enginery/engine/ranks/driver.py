@@ -18,7 +18,7 @@ from enginery.contracts.step import StepInput, StepOutput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
-from enginery.engine.ranks.wires import HostWires, Wires
+from enginery.engine.ranks.wires import Wires
 from enginery.errors import EngineDied
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
@@ -74,8 +74,6 @@ class RankProcesses:
         """This rank is; wait for the others. Raises `EngineDied`."""
         self._watch.wait_for(messages.Ready)
         self._watch.busy(None)
-        if isinstance(self._wires, HostWires) and torch_device(self.options.device).type == "cpu":  # GPUs may meet again
-            self._wires.all_met()
 
     def send(self, step: StepInput) -> None:
         self.check()

@@ -60,10 +60,6 @@ class HostWires:
         """How the other ranks come; None: they are started here. To be called once."""
         return None
 
-    def all_met(self) -> None:
-        """All ranks are connected, and no group is to be made any more: nothing stays behind if this process is killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def close(self) -> None:
         """When no socket is used any more."""
         self._context.destroy(linger=0)

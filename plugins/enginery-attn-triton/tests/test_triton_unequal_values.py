@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.engine_driver import generate, last_logits, options
 from parity.oracle import Oracle, randomise
 from parity.test_mimo import CONFIG
-from torch.testing import assert_close
 from transformers import MiMoV2FlashForCausalLM
 
-from enginery.api import LocalLayerId
-from enginery.engine.build import build_parts
-from enginery.engine.engine import Engine
-from enginery.plugin.registry import Registry
+from enginery import LLM, SamplingParams
 
 NUM_TOKENS = 4
 
@@ -28,13 +23,17 @@ def test_windows_and_sinks_with_narrower_values_are_transformers(tmp_path: Path)
     model = MiMoV2FlashForCausalLM(CONFIG).eval().float()
     randomise(model)
     model.save_pretrained(tmp_path)
-    oracle, registry = Oracle(tmp_path, model), Registry.load()
-    asked = options(oracle, attention_backend="triton", page_size=16, max_batch_tokens=24)
-    keys, values = build_parts(asked, registry).step.pool.layer(LocalLayerId(1))
-    assert (keys.shape[-1], values.shape[-1]) == (CONFIG.head_dim, CONFIG.v_head_dim)
+    oracle = Oracle(tmp_path, model)
     prompts = sorted(oracle.prompts, key=len)[1:4]
-    assert_close(last_logits(registry, asked, prompts[-1]), oracle.logits(prompts[-1])[-1], atol=1e-4, rtol=0)
-    answers = generate(Engine.build(asked, registry), prompts, max_tokens=NUM_TOKENS)
-    assert answers == [
-        oracle.continue_greedily(prompt, NUM_TOKENS, answer) for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    asked = {"page_size": 16, "num_pages": 64, "max_batch_tokens": 24, "max_model_len": 256, "max_batch_requests": 8}
+    with LLM(model=str(tmp_path), device="cpu", dtype="float32", attention_backend="triton", **asked) as llm:  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=1)
+        answers = llm.generate(prompts, params, progress=False)
+    assert len(prompts[-1]) > CONFIG.sliding_window
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = list(answer.token_ids)
+        assert told == oracle.continue_greedily(prompt, NUM_TOKENS, told)
+        expected = oracle.logits([*prompt, *told[:-1]])[-NUM_TOKENS:].log_softmax(-1)
+        assert answer.logprobs is not None
+        found = [each.logprob for each in answer.logprobs]
+        assert found == pytest.approx([float(row[token]) for row, token in zip(expected, told, strict=True)], abs=1e-4)

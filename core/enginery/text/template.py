@@ -23,6 +23,7 @@ from enginery.text.template_process import GIVEN, Limits, Rendered, Rendering, S
 from enginery.text.tokenizer import Tokenizer
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? is none")
+_READS_A_PART: Final = re.compile(r"content['\"]?\]?\[0\](?:\.|\[['\"])text")
 _MAX_VARIABLES: Final = 64
 _MAX_NAME: Final = 64
 _RESERVED: Final = GIVEN | {
@@ -197,9 +198,10 @@ def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[st
     """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone."""
     keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
     told = [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
-    for message in told if re.search(r"content['\"]?\]?\[0\](?:\.|\[['\"])text", source) and "is string" not in source else ():
-        if isinstance(text := message.get("content"), str):
-            message["content"] = [{"type": "text", "text": text}]
+    if _READS_A_PART.search(source) and "is string" not in source:
+        for message in told:
+            if isinstance(text := message.get("content"), str):
+                message["content"] = [{"type": "text", "text": text}]
     return told
 
 

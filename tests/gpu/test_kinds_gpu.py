@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from parity.engine_driver import each_last_logits, generate, greedy, options
 from parity.oracle import Oracle
 from parity.test_gemma import GEMMAS
@@ -30,6 +32,7 @@ from enginery.worker.paths.path import Launched
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its kernels the first time
 
 RECURRENT = HYBRIDS | MAMBA
+WRONG_BEFORE_5_23 = ("bamba", "granite", "mamba2")  # in transformers, on CPUs: prompts longer than a chunk of theirs
 MODELS = RECURRENT | GEMMAS | {"gpt-oss": GPT_OSS, "mimo": MIMO}
 # Not one of all: scans and convolutions are `delta`'s kernels with fla too.
 CHUNKED = ["bamba", "falcon_h1", "granite_moe", "kimi_linear", "minimax", "nemotron_h", "qwen3_5", "qwen3_next"]
@@ -40,6 +43,8 @@ NUM_TOKENS = 24
 
 def asked(oracle: Oracle, name: str, states: str, **changes: object) -> EngineOptions:
     """states: the backend of recurrent layers."""
+    if name.startswith(WRONG_BEFORE_5_23) and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip(f"transformers {transformers.__version__} computes {name} wrongly")
     if states == "fla" and find_spec("fla") is None:
         pytest.skip("not installed here: the library fla-core")
     backends = {} if name == "mamba2" else {"attention_backend": "triton"}

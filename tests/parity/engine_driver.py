@@ -21,7 +21,7 @@ from enginery.plugin.registry import Registry
 class RecordingModel:
     """Passes everything on and keeps the logits, which a step computes first for what is sampled, then for prompts.
 
-    A step that is replayed in pieces passes no `forward` here: all of those count as one, of which the last logits are asked for.
+    A step that is replayed in pieces passes no `forward` here: all of those count as one.
     """
 
     def __init__(self, model: Model) -> None:
@@ -32,6 +32,11 @@ class RecordingModel:
     def recorded(self) -> list[torch.Tensor]:
         """In the order of the rows of one request."""
         return [logits for step in self._steps for logits in (*step[1:], *step[:1])]
+
+    @property
+    def latest(self) -> torch.Tensor:
+        """What was computed last, of whatever step."""
+        return self._steps[-1][-1]
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
         self._steps.append([])
@@ -86,5 +91,5 @@ def each_last_logits(registry: Registry, asked: EngineOptions, prompts: Sequence
     for prompt in prompts:
         engine.submit(greedy("a", prompt, max_tokens=1))
         drain(engine, {})
-        answers.append(recording.recorded[-1][-1].float().cpu())
+        answers.append(recording.latest[-1].float().cpu())
     return answers

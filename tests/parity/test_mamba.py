@@ -147,3 +147,12 @@ def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
         expected = oracle.logits(prompt)[-1]
         errors.append((answer - expected).norm() / expected.norm())
     assert sum(errors) / len(errors) < 0.05
+
+
+@pytest.mark.parametrize("oracle", ["nemotron_h_moe", "nemotron_h_latent"], indirect=True)
+def test_experts_that_are_not_grouped_tell_the_same(oracle: Oracle, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs in other types than bfloat16."""
+    experts = pytest.importorskip("enginery_model_mamba.squared").SquaredExperts
+    monkeypatch.setattr(experts, "_grouped", experts._each)
+    prompts = oracle.prompts[:3]
+    assert_greedy(oracle, generate(Engine.build(options(oracle), registry), prompts), prompts)

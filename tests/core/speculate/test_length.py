@@ -306,3 +306,8 @@ def test_tokens_of_a_verification() -> None:
     assert length.told_each_step(0) == 1
     assert length.told_each_step(1) == pytest.approx(2, abs=0.01)
     assert length.told_each_step(3) == pytest.approx(2, abs=0.01)
+
+
+def test_nothing_is_guessed_for_more_requests_than_have_a_row_for_a_guess_of_each() -> None:
+    length = DraftLength(4, fixed=4, most_rows=64)
+    assert [length.of(count) for count in (1, 12, 32, 33, 64)] == [4, 4, 4, 0, 0]

@@ -121,7 +121,7 @@ _FLAGS: Final = {
     "kv_memory_gib": _Flag(_MEMORY, "Bound of the KV cache in GiB."),
     "memory_fraction": _Flag(_MEMORY, "Share of the free memory that may be taken."),
     "max_batch_tokens": _Flag(_MEMORY, "Tokens in a step (on a GPU 8192, offline 16384; on a CPU 2048)."),
-    "max_batch_requests": _Flag(_MEMORY, "Requests in a step."),
+    "max_batch_requests": _Flag(_MEMORY, "Requests in a step, and rows that it verifies: of each request one more than guesses."),
     "prefill_fraction": _Flag(
         _MEMORY, "Part of the waiting prompt tokens that joins a decoding step, 512 at least (0.125; offline 1)."
     ),

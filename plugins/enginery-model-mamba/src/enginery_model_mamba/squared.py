@@ -27,10 +27,7 @@ class SquaredMLP:
 
 
 class SquaredExperts:
-    """Each token's few of many such MLPs, weighted and summed, by grouped products.
-
-    The host waits for no number, unless a rank has some of the experts alone.
-    """
+    """Each token's few of many such MLPs, weighted and summed, by grouped products. The host waits for no number."""
 
     def __init__(
         self,
@@ -66,18 +63,26 @@ class SquaredExperts:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
         routed = self.route(F.linear(x.float(), self.router), self.bias, self.routing)
         given = x if self.before is None else self.before(x)  # [T, L]
-        order, offsets = self._by_expert(routed.ids.flatten().long())
-        hidden = F.grouped_mm(given[order // self.routing.top_k], self.up.transpose(1, 2), offs=offsets)
-        made = F.grouped_mm(F.relu(hidden).square_(), self.down.transpose(1, 2), offs=offsets)
-        made = made.float() * routed.weights.flatten()[order, None]
-        out = torch.zeros_like(given, dtype=torch.float32).index_add_(0, order // self.routing.top_k, made).to(x.dtype)
-        return out if self.behind is None else self.behind(out)
+        ids = (routed.ids.long() - self.own.start) % self.num_experts  # [T, K]: this rank's are the first
+        out = (self._each if given.is_cuda and given.dtype != torch.bfloat16 else self._grouped)(given, ids, routed.weights)
+        return out.to(x.dtype) if self.behind is None else self.behind(out.to(x.dtype))
 
-    def _by_expert(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T K] -> the pairs in the order of experts, and where each one's end: of all experts, or of this rank's."""
-        ends = F.one_hot(ids, self.num_experts).sum(0).cumsum(0).to(torch.int32)
-        order = ids.argsort(stable=True)
-        if len(self.own) == self.num_experts:
-            return order, ends
-        first, last = (int(ends[place - 1]) if place else 0 for place in (self.own.start, self.own.stop))
-        return order[first:last], ends[self.own.start : self.own.stop] - first
+    def _grouped(self, given: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, L], [T, K], [T, K] -> [T, L] float32."""
+        order = ids.flatten().argsort(stable=True)
+        ends = F.one_hot(ids.flatten(), self.num_experts).sum(0).cumsum(0)[: len(self.own)].to(torch.int32)
+        tokens = order // self.routing.top_k
+        hidden = F.grouped_mm(given[tokens], self.up.transpose(1, 2), offs=ends)
+        made = F.grouped_mm(F.relu(hidden).square_(), self.down.transpose(1, 2), offs=ends)
+        made = made.float() * weights.flatten()[order, None]
+        if len(self.own) < self.num_experts:  # behind this rank's pairs nothing was written
+            made = made.where(torch.arange(len(order), device=order.device)[:, None] < ends[-1], 0)
+        return torch.zeros_like(given, dtype=torch.float32).index_add_(0, tokens, made)
+
+    def _each(self, given: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same by every expert for every token: on a GPU `grouped_mm` reads its offsets on the host, but of bfloat16."""
+        out = torch.zeros_like(given, dtype=torch.float32)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            weight = torch.where(ids == expert, weights, 0).sum(1, keepdim=True)
+            out += weight * F.linear(F.relu(F.linear(given, up)).square_(), down)
+        return out

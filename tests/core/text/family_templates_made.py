@@ -146,9 +146,9 @@ QWEN35 = """{%- macro extra(json_dict, handled) %}
                 {{- '\\n\\n' if loop.first and content else ('' if loop.first else '\\n') }}
                 {{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
                 {%- for args_name, args_value in tool_call.arguments|items %}
-                    {{- '<parameter=' + args_name + '>\\n' }}
                     {%- set is_json = args_value is mapping or (args_value is sequence and args_value is not string) %}
-                    {{- (args_value | tojson | safe if is_json else args_value | string) + '\\n</parameter>\\n' }}
+                    {{- '<parameter=' + args_name + '>\\n' }}{{- args_value | tojson | safe if is_json else args_value | string }}
+                    {{- '\\n</parameter>\\n' }}
                 {%- endfor %}
                 {{- '</function>\\n</tool_call>' }}
             {%- endfor %}
@@ -165,7 +165,7 @@ QWEN35 = """{%- macro extra(json_dict, handled) %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
     {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n' }}
-{%- endif %}"""  # of MiMo and Nemotron 3 too
+{%- endif %}"""  # of Nemotron 3 too
 
 KIMI = """{%- macro set_roles(message) -%}
   {%- set role_name = message.get('name') or message['role'] -%}
@@ -457,6 +457,265 @@ JAMBA = """{%- set ns = namespace(messages=messages, system='', date=today | def
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|bom|><|assistant|>" -}}{%- endif -%}"""
 
+MIMO = """{%- if not add_generation_prompt is defined -%}{%- set add_generation_prompt = false -%}{%- endif -%}
+{%- if not enable_thinking is defined -%}{%- set enable_thinking = false -%}{%- endif -%}
+{%- if not keep_all_reasoning is defined -%}{%- set keep_all_reasoning = false -%}{%- endif -%}
+{%- macro others(spec, handled) -%}
+    {%- if spec is mapping %}
+        {%- for key in spec if key not in handled %}
+            {%- set is_json = spec[key] is mapping or (spec[key] is sequence and spec[key] is not string) %}
+            {{- '\\n<' ~ key ~ '>' ~ (spec[key] | tojson | safe if is_json else spec[key] | string) ~ '</' ~ key ~ '>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro -%}
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in loop_messages %}{%- if m.role == 'user' %}{%- set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}
+{%- if not tools is defined %}{%- set tools = [] %}{%- endif %}
+{{- "<|im_start|>system\\n" + (system_message if system_message is defined else "You are MiMo.") }}
+{%- if tools is iterable and tools | length > 0 %}
+    {{- "\\n\\n<tools>" }}
+    {%- for tool in tools %}
+        {%- if tool.function is defined %}{%- set tool = tool.function %}{%- endif %}
+        {{- "\\n<function>\\n<name>" ~ tool.name ~ "</name>" }}
+        {%- if tool.description is defined %}{{- '<description>' ~ (tool.description | trim) ~ '</description>' }}{%- endif %}
+        {%- if tool.parameters is defined and tool.parameters is mapping and tool.parameters.properties is mapping %}
+            {%- for name, spec in tool.parameters.properties|items %}
+                {{- '\\n<name>' ~ name ~ '</name>' }}
+                {%- if spec.type is defined %}{{- '\\n<type>' ~ (spec.type | string) ~ '</type>' }}{%- endif %}
+                {{- others(spec, ['name', 'type']) }}
+            {%- endfor %}
+        {%- endif %}
+        {{- others(tool.parameters, ['type', 'properties']) + '\\n</function>' }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>\\n<function=name>\\n<parameter=one>value 1</parameter>\\n</function>\\n</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>' }}
+{%- for message in loop_messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {%- if message.role == "assistant" %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- set reasoning_content = '' %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content = content.split('</think>')[0].split('<think>')[-1] %}
+                {%- set content = content.split('</think>')[-1] %}
+            {%- endif %}
+        {%- endif %}
+        {%- if (keep_all_reasoning or loop.index0 > ns.last_user_index) and reasoning_content -%}
+            {{- '<|im_start|>assistant\\n<think>' + reasoning_content + '</think>' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n<think></think>' + content }}
+        {%- endif %}
+        {%- if message.tool_calls is defined and message.tool_calls is iterable and message.tool_calls | length > 0 %}
+            {%- for call in message.tool_calls %}
+                {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+                {{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+                {%- if call.arguments is defined %}
+                    {%- for name, value in call.arguments|items %}
+                        {%- set is_json = value is mapping or (value is sequence and value is not string) %}
+                        {{- '<parameter=' + name + '>' }}{{- value | tojson | safe if is_json else value | string }}
+                        {{- '</parameter>\\n' }}
+                    {%- endfor %}
+                {%- endif %}
+                {{- '</function>\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.previtem and loop.previtem.role != "tool" %}{{- '<|im_start|>tool\\n' }}{%- endif %}
+        {{- '<tool_response>\\n' + content + '\\n</tool_response>\\n' }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}{{- '<|im_end|>' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if not enable_thinking -%}{{- '<think></think>' -}}{%- else -%}{{- '' -}}{%- endif -%}
+{%- endif %}"""  # thinks only if it is asked to, and opens the reasoning itself
+
+GLM47 = """[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+<tools>
+{% for tool in tools %}
+{{ tool | tojson(ensure_ascii=False) }}
+{% endfor %}
+</tools>
+<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>{%- endif -%}
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}{{- item.text }}{%- elif item is string -%}{{- item }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>{{ visible_text(m.content) }}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{%- set reasoning_content = '' %}
+{%- set content = visible_text(m.content) %}
+{%- if m.reasoning_content is string %}
+    {%- set reasoning_content = m.reasoning_content %}
+{%- elif '</think>' in content %}
+    {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+    {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if ((clear_thinking is defined and not clear_thinking) or loop.index0 > ns.last_user_index) and reasoning_content -%}
+{{ '<think>' + reasoning_content.strip() +  '</think>'}}
+{%- else -%}
+{{ '</think>' }}
+{%- endif -%}
+{%- if content.strip() -%}{{ content.strip() }}{%- endif -%}
+{% if m.tool_calls %}
+{% for tc in m.tool_calls %}
+{%- if tc.function %}{%- set tc = tc.function %}{%- endif %}
+{{- '<tool_call>' + tc.name -}}
+{% set _args = tc.arguments %}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key>
+{{- '<arg_value>' }}{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}</tool_call>{% endfor %}
+{% endif %}
+{%- elif m.role == 'tool' -%}
+{%- if m.content is string -%}
+    {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|observation|>' }}{%- endif %}
+    {{- '<tool_response>' + m.content + '</tool_response>' }}
+{%- else -%}
+<|observation|>{% for tr in m.content %}
+<tool_response>{{ tr.output if tr.output is defined else tr }}</tool_response>{% endfor -%}
+{% endif -%}
+{%- elif m.role == 'system' -%}
+<|system|>{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '</think>' if (enable_thinking is defined and not enable_thinking) else '<think>' -}}
+{%- endif -%}"""  # closes reasoning that it does not open
+
+LONGCAT = """{%- set tool_choice = tool_choice | default('auto') %}
+{%- set ns = namespace(rounds = 0, tool_types = [], last_query_index = -1) %}
+{%- if tools and tool_choice != 'none' %}
+    {{- "## Tools\\n" }}
+    {%- for tool in tools %}
+        {%- if tool.type not in ns.tool_types %}
+            {%- set ns.tool_types = ns.tool_types + [tool.type] %}
+            {{- "### Tool namespace: " ~ tool.type ~ "\\n" }}
+        {%- endif %}
+        {{- "#### Tool name: " + tool.function.name + "\\n\\nDescription: " + tool.function.description + "\\n" }}
+        {{- "InputSchema: " + tool.function.parameters | tojson(indent=2) + "\\n" }}
+    {%- endfor %}
+    {{- '<longcat_tool_call>\\n{"name": <function-name>, "arguments": <args-dict>}\\n</longcat_tool_call>\\n## Messages\\n' }}
+    {%- for idx in range(messages|length - 1) %}
+        {%- set msg = messages[idx] %}
+        {%- if msg.role == 'assistant' and not msg.tool_calls %}{%- set ns.last_query_index = idx %}{%- endif %}
+    {%- endfor %}
+{%- endif %}
+{%- for msg in messages %}
+    {%- if msg.role == "system" %}
+        {{- "SYSTEM:" + msg.content }}
+    {%- elif msg.role == "user" %}
+        {{- ("" if loop.first else " ") ~ "[Round " ~ ns.rounds ~ "] USER:" }}
+        {%- set ns.rounds = ns.rounds + 1 %}
+        {%- if msg["files"] %}{{- msg.files | tojson(indent=2) }}{%- endif %}
+        {{- msg.content }}
+    {%- elif msg.role == "assistant" %}
+        {{- " ASSISTANT:" }}
+        {%- if enable_thinking == true and loop.index0 > ns.last_query_index %}
+            {{- "<longcat_think>\\n" ~ (msg.reasoning_content | default("", true)) ~ "\\n</longcat_think>\\n" }}
+        {%- endif %}
+        {%- if msg.content %}{{- msg.content }}{%- endif %}
+        {%- if msg.tool_calls %}
+            {%- for tool_call in msg.tool_calls -%}
+                {{- "<longcat_tool_call>\\n" -}}
+                {%- set given = tool_call.function.arguments -%}
+                {"name": "{{ tool_call.function.name }}", "arguments": {{ given if given is string else given | tojson }}}
+                {{- "\\n</longcat_tool_call>" }}
+            {%- endfor %}
+        {%- endif %}
+        {{- "</longcat_s>" -}}
+    {%- elif msg.role == "tool" %}
+        {%- if messages[loop.index0 - 1].role != "tool" %}{{- " TOOL:" -}}{%- endif %}
+        {{- "<longcat_tool_response>\\n" + msg.content + "\\n</longcat_tool_response>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- " ASSISTANT:" }}{%- if enable_thinking == true %}{{- "<longcat_think>\\n" }}{%- endif %}
+{%- endif %}"""
+
+LONGCAT_TAGS = """{%- if messages[0].role == 'system' %}{{- '<longcat_system>' + messages[0].content }}{%- endif %}
+{%- if tools %}{{- '\\n<longcat_tool_declare>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool.function | tojson(ensure_ascii=False, separators=(',', ':'))) }}{%- endfor %}
+    {{- '\\n<longcat_tool_call>{name}\\n<longcat_arg_key>{key}</longcat_arg_key></longcat_tool_declare>' }}
+{%- endif %}
+{%- set ns = namespace(last_user=-1) %}
+{%- for m in messages | reverse %}
+    {%- if m.role != 'user' %}{%- continue %}{%- endif %}
+    {%- set ns.last_user = messages | length - loop.index %}{%- break %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set keeps = save_reasoning_content | default(false) or loop.index0 > ns.last_user %}
+    {%- if m.role == 'user' %}{{- '<longcat_user>' + m.content }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<longcat_assistant>' }}
+        {{- '<longcat_think>\\n' ~ (m.reasoning_content | default('', true) if keeps else '') ~ '\\n</longcat_think>\\n' }}
+        {{- m.content | default('', true) }}
+        {%- for call in m.tool_calls | default([]) %}
+            {{- '<longcat_tool_call>' ~ call.function.name }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '\\n<longcat_arg_key>' ~ key ~ '</longcat_arg_key>\\n<longcat_arg_value>' }}
+                {{- (value if value is string else value | tojson(ensure_ascii=False)) ~ '</longcat_arg_value>' }}
+            {%- endfor %}
+            {{- '\\n</longcat_tool_call>' }}
+        {%- endfor %}
+        {{- '</longcat_s>' }}
+    {%- elif m.role == 'tool' %}{{- '<longcat_tool_result>' ~ m.content ~ '</longcat_tool_result>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<longcat_assistant>' }}
+    {{- '<longcat_think>\\n' if enable_thinking is not defined or enable_thinking else '<longcat_think>\\n\\n</longcat_think>\\n' }}
+{%- endif %}"""
+
+FALCON = """{{ bos_token }}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "You may call functions.\\n<tools>\\n" }}{{ tools | tojson(indent=4) }}{{- "\\n</tools>\\n" }}
+    {{- "<tool_call>\\n{'arguments': <args-dict>, 'name': <function-name>}\\n</tool_call><|im_end|>\\n" }}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' and not message.tool_calls %}
+        {{- '<|im_start|>assistant\\n' + message['content'] + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.content %}{{- message.content + '\\n' }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- set written = {'arguments': call.function.arguments, 'name': call.function.name} | tojson %}
+            {{- '<tool_call>\\n' + written + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>\\n<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""  # arguments come before the name
+
 FAMILIES = {
     "gemma": GEMMA,
     "gpt-oss": GPT_OSS,
@@ -468,4 +727,9 @@ FAMILIES = {
     "granite": GRANITE,
     "ling": LING,
     "jamba": JAMBA,
+    "mimo": MIMO,
+    "glm4.7-flash": GLM47,
+    "longcat": LONGCAT,
+    "longcat-thinking": LONGCAT_TAGS,
+    "falcon-h1": FALCON,
 }

@@ -55,7 +55,7 @@ THOUGHT = [*TALK, {"role": "assistant", "content": "", "tool_calls": CALLS[:1], 
 SILENT = [*TALK, {"role": "assistant", "content": None, "tool_calls": CALLS}, *CALLED[5:7]]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two"}]}]
 NO_CALLS = ("gemma",)
-TAKES_PARTS = ("gemma", "qwen3.5", "minimax", "granite")
+TAKES_PARTS = ("gemma", "qwen3.5", "minimax", "granite", "glm4.7-flash")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -99,7 +99,15 @@ def test_text_is_a_part_for_a_template_that_takes_nothing_else(add_generation_pr
 
 @pytest.mark.parametrize(
     ("name", "variables"),
-    [("gpt-oss", {"reasoning_effort": "high"}), ("qwen3.5", {"enable_thinking": False}), ("jamba", {"today": "1"})],
+    [
+        *(("gpt-oss", {"reasoning_effort": "high"}), ("qwen3.5", {"enable_thinking": False}), ("jamba", {"today": "1"})),
+        *(
+            ("mimo", {"enable_thinking": True}),
+            ("glm4.7-flash", {"enable_thinking": False}),
+            ("longcat", {"enable_thinking": True}),
+        ),
+        *(("longcat-thinking", {"enable_thinking": False}), ("mimo", {"enable_thinking": True, "keep_all_reasoning": True})),
+    ],
 )
 def test_the_templates_variables_are_given(name, variables, both):
     ours, theirs = both(FAMILIES[name], TALK, **variables)

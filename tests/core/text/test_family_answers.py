@@ -1,0 +1,115 @@
+"""What a family's template writes of an earlier answer is read as that answer, by the parsers that suit the template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from family_templates_made import FAMILIES
+
+from enginery.contracts.parsers import ArgumentsText, ContentText, ParserFacts, ReasoningText, Tool, ToolCallBegun, ToolCallEnded
+from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader
+from enginery_parsers import register_parsers
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How is it?"}]
+NESTED = {"b": None, "a": [True, {"c": "</x> \"<tool_call>\" 'it'"}]}
+ARGUMENTS = {"city": '東京 "x" <y> & it\'s\nthere', "days": 2, "kinds": ["a", "b"], "deep": NESTED, "now": True}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Says how.", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {"name": "clock", "description": "Tells.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+OFFERED = [Tool(name=tool["function"]["name"], parameters=tool["function"]["parameters"]) for tool in TOOLS]
+CALLS = [("weather", ARGUMENTS), ("clock", {}), ("weather", {"city": "Rome", "days": -1})]
+# Of each family: its parsers of calls and of reasoning, what makes it think, and what ends its answers.
+EXPECTED: dict[str, tuple[str, str | None, dict[str, object], str]] = {
+    "qwen3.5": ("qwen3-xml", "qwen3", {}, "<|im_end|>"),
+    "kimi": ("kimi-k2", "think", {}, "<|im_end|>"),
+    "minimax": ("minimax-m2", "think", {}, ""),
+    "nemotron": ("nemotron", "think", {}, ""),
+    "granite": ("hermes", None, {}, "<|end_of_text|>"),
+    "ling": ("hermes", None, {}, "<|role_end|>"),
+    "jamba": ("jamba", None, {}, "<|eom|>"),
+    "mimo": ("mimo", "qwen3", {"enable_thinking": True}, "<|im_end|>"),
+    "glm4.7-flash": ("glm4", "glm", {}, ""),
+    "longcat": ("longcat", "longcat-think", {"enable_thinking": True}, "</longcat_s>"),
+    "longcat-thinking": ("longcat-tags", "longcat-think", {}, "</longcat_s>"),
+    "falcon-h1": ("hermes", None, {}, "<|im_end|>"),
+}
+SWITCHES: list[dict[str, object]] = [{}, {"enable_thinking": False}]
+FORGETS = {*("nemotron", "kimi"), *(name for name, (_, reasoning, _, _) in EXPECTED.items() if not reasoning)}  # some thoughts
+
+
+def answer(*, thought: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, object]:
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    message |= {"reasoning_content": thought} if thought else {}
+    named = [
+        {"id": f"functions.{name}:{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return message | ({"tool_calls": named} if calls else {})
+
+
+def parsers_of(name: str) -> tuple[str | None, str | None]:
+    facts = ParserFacts(architecture="A", chat_template=FAMILIES[name], added_tokens=frozenset())
+    suited = {spec.kind: spec.name for spec in register_parsers() if spec.suits(facts)}
+    return suited.get("tools"), suited.get("reasoning")
+
+
+def read(name: str, prompt: str, pieces: list[str]) -> dict[str, object]:
+    tools, reasoning, _, _ = EXPECTED[name]
+    specs = {spec.name: spec for spec in register_parsers()}
+    thinks = specs[reasoning] if reasoning else None
+    is_inside = bool(thinks and thinks.is_inside and thinks.is_inside(prompt))
+    reader = AnswerReader(AnswerFormat(reasoning=thinks, tool_parser=specs[tools], tools=OFFERED, is_inside=is_inside))
+    found: dict[str, Any] = {"thought": "", "content": "", "calls": []}
+    for place, piece in enumerate(pieces, 1):
+        for event in reader.feed(piece, finished=place == len(pieces)):
+            match event:
+                case ReasoningText(text):
+                    found["thought"] += text
+                case ContentText(text):
+                    found["content"] += text
+                case ToolCallBegun():
+                    found["calls"].append([event.name, ""])
+                case ArgumentsText():
+                    found["calls"][event.index][1] += event.text
+                case ToolCallEnded():
+                    assert event.complete
+    return {"thought": found["thought"].strip(), "content": found["content"].strip()} | {
+        "calls": [(called, json.loads(arguments)) for called, arguments in found["calls"]]
+    }
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_checkpoint_gets_its_parsers(name):
+    assert parsers_of(name) == EXPECTED[name][:2]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"thought": "Let me see: {", "content": "I look.", "calls": CALLS},
+        {"thought": "", "content": "", "calls": CALLS[1:2]},
+        {"thought": "hm", "content": "It is <b>, I think.", "calls": []},
+    ],
+    ids=["all", "a call", "no call"],
+)
+def test_an_answer_as_the_template_writes_it_is_read_back(name, said, ours):
+    variables, end = EXPECTED[name][2:]
+    whole = ours(FAMILIES[name], [*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
+    prompts = [ours(FAMILIES[name], ASKED, tools=TOOLS, variables=variables, switches=switches) for switches in SWITCHES]
+    prompt = next((prompt for prompt in prompts if whole.startswith(prompt)), prompts[0].removesuffix("<think>\n"))
+    assert whole.startswith(prompt)
+    text = whole.removeprefix(prompt).rstrip("\n").removesuffix(end)
+    written = said if said["thought"] in whole else said | {"thought": ""}
+    assert written == said or name in FORGETS
+    assert read(name, prompt, [text]) == written
+    assert read(name, prompt, [*text, ""]) == written
+    for place in range(0, len(text), 3):
+        assert read(name, prompt, [text[:place], text[place:]]) == written

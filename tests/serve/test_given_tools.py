@@ -165,6 +165,24 @@ def test_a_template_that_needs_what_a_tool_leaves_out_gets_what_that_stands_for(
     with_server(scenario, parsers=PARSERS, chat_template=str(file))
 
 
+def test_a_template_that_needs_the_content_of_a_call_gets_an_empty_one(with_server, tmp_path):
+    """Clients send null there, and what a template puts to a text is then no text."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}{{ tools }}"
+    )
+
+    async def scenario(live):
+        reply = (await live.post("/v1/chat/completions", messages=HISTORY)).json()
+        assert reply["choices"][0]["message"]["content"] == "<user>1+1?<assistant>add<tool>2None"
+        thought = [*user("x"), {"role": "assistant", "content": None, "reasoning_content": "hm"}]
+        refused = await live.post("/v1/chat/completions", messages=thought)
+        assert (refused.status_code, "no attribute 'content'" in refused.json()["error"]["message"]) == (400, True)
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0].content }}{{ messages[0].tool_calls }}")

@@ -22,7 +22,7 @@ from enginery.text.renderer import Renderer, RendererDied
 from enginery.text.template_process import GIVEN, Limits, Rendered, Rendering, Start, syntax_error
 from enginery.text.tokenizer import Tokenizer
 
-_TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? is none")
+_TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? (?:is(?: not)?|==|!=) [nN]one")
 _READS_A_PART: Final = re.compile(r"content['\"]?\]?\[0\](?:\.|\[['\"])text")
 _MAX_VARIABLES: Final = 64
 _MAX_NAME: Final = 64

@@ -66,6 +66,19 @@ def test_content_that_is_none_stays_so_where_the_template_asks_for_it():
         ours.close()
 
 
+@pytest.mark.parametrize("asks", ["m.content is not none", "m['content'] != none", "m['content'] == None"])
+def test_a_call_without_content_renders_where_the_template_asks_in_other_words(asks):
+    """Clients send null as the content of every call; left out, it would be no none, and nothing to put to a text."""
+    says_none = "==" in asks
+    then, other = ("-", "{{ m['content'] + '|' }}") if says_none else ("{{ m['content'] + '|' }}", "-")
+    ours = ChatTemplate(
+        f"{{% for m in messages %}}{{% if {asks} %}}{then}{{% else %}}{other}{{% endif %}}{{% endfor %}}", variables={}
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert ours.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]) == "x|-"
+    ours.close()
+
+
 def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     save(byte_level(), tmp_path, chat_template="old")
     assert read_template(tmp_path) == "old"

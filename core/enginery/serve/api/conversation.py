@@ -103,9 +103,8 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
     if _is_free(asked) and not writes_tools(asked.chat_template or model.text.template.source):
         why = "the chat template does not write tools, so the model would not know of them"
-        raise RequestError(
-            f"{why}; force a call with tool_choice, or start the server with a --chat-template that does", param="tools"
-        )
+        advice = "force a call with tool_choice, or start the server with a --chat-template that does"
+        raise RequestError(f"{why}; {advice}", param="tools")
     return tools
 
 

@@ -116,20 +116,21 @@ class ServedModel:
     async def render(self, asked: ChatRequest, *, tools: Sequence[FunctionTool]) -> str:
         """The conversation as text, with special tokens, by the chat template. tools: those that the model is told about."""
         options = template_options(asked, reasons=self.parsers.reasoning is not None, trusts_templates=self.trusts_templates)
-        given = [message.for_template() for message in asked.messages]
-        template = self.text.template
+        given, offered = [each.for_template() for each in asked.messages], [tool.for_template() for tool in tools]
+        full = [each | {"content": each["content"] or ""} if "tool_calls" in each else each for each in given]
+        whole = [tool.for_template(whole=True) for tool in tools]
 
-        async def with_tools(offered: Sequence[dict[str, object]]) -> str:
-            return await self.turns.render(template, partial(template.render, given, tools=offered, **options))
+        async def rendered(messages: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]) -> str:
+            template = self.text.template
+            return await self.turns.render(template, partial(template.render, messages, tools=tools, **options))
 
-        offered, whole = ([tool.for_template(whole=whole) for tool in tools] for whole in (False, True))
         try:
-            return await with_tools(offered)
-        except RequestError:
-            if offered == whole:
+            return await rendered(given, offered)
+        except RequestError:  # gpt-oss' template takes it that every tool has a description, others that every call has content
+            if (given, offered) == (full, whole):
                 raise
-            with contextlib.suppress(RequestError):  # gpt-oss' template takes it that every tool has a description
-                return await with_tools(whole)
+            with contextlib.suppress(RequestError):
+                return await rendered(full, whole)
             raise
 
     async def can_render(self) -> bool:

@@ -59,6 +59,8 @@ ABOUT: Final = {
         "With `tool_choice` `allowed_tools` the model is told about all tools, so that prompts keep their cached prefix, and a "
         "grammar keeps it from calling others than these. What a model wrote as `arguments` of an earlier call may be sent back, "
         "though it is no JSON object: it stands in the prompt as it is.\n\n"
+        "The role `developer` is `system` for a chat template that does not name it. Messages of both at the beginning "
+        "are one message, with an empty line between them.\n\n"
         '`chat_template_kwargs` are variables of the chat template, such as `{"enable_thinking": false}`. A variable that the '
         "template does not use is refused, with the names of those that it uses. So is one for which there is a field, or a token "
         "of the model.\n\n"

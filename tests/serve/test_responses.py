@@ -10,6 +10,7 @@ from fake_parsers import PARSERS
 from openai.types.responses import Response
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+USER = [{"role": "user", "content": "hi"}]
 CALL = '[call add {"a": "1 日"}]'
 ASKED = "(think)why 日(done)before " + CALL + " after"
 
@@ -23,12 +24,26 @@ def test_a_text_is_answered(with_server):
     async def scenario(live):
         reply = (await live.post("/v1/responses", input="hi 😀", instructions="be kind", metadata={"a": "b"})).json()
         response = checked(reply)
-        assert (response.status, response.output_text) == ("completed", "<developer>be kind<user>hi 😀<assistant>")
+        assert (response.status, response.output_text) == ("completed", "<system>be kind<user>hi 😀<assistant>")
         assert (response.instructions, response.metadata, reply["store"]) == ("be kind", {"a": "b"}, False)
         usage = reply["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] // 2
         assert response.temperature == 0.6
+
+    with_server(scenario)
+
+
+def test_instructions_and_what_a_developer_says_first_are_one_message(with_server):
+    """Codex sends both; most templates know no developer, and take one message of the system."""
+    says = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]}
+
+    async def scenario(live):
+        asked = {"instructions": "be kind", "input": [says, {"role": "user", "content": "hi"}]}
+        response = checked((await live.post("/v1/responses", **asked)).json())
+        assert response.output_text == "<system>be kind\n\nbe brief<user>hi<assistant>"
+        chat = (await live.post("/v1/chat/completions", messages=[{"role": "developer", "content": "a"}, *USER])).json()
+        assert chat["choices"][0]["message"]["content"] == "<system>a<user>hi<assistant>"
 
     with_server(scenario)
 

@@ -24,6 +24,7 @@ from enginery.text.tokenizer import Tokenizer
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? (?:is(?: not)?|==|!=) [nN]one")
 _READS_A_PART: Final = re.compile(r"content['\"]?\]?\[0\](?:\.|\[['\"])text")
+_AS_ONE: Final = (["system", "developer"], ["developer", "system"], ["developer", "developer"])
 _MAX_VARIABLES: Final = 64
 _MAX_NAME: Final = 64
 _RESERVED: Final = GIVEN | {
@@ -195,13 +196,20 @@ class ChatTemplate:
 
 
 def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
-    """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone."""
+    """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone.
+
+    Many templates take one message of the system, at the beginning, and few know the developer's, which they would leave out.
+    """
     keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
     told = [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
-    if _READS_A_PART.search(source) and "is string" not in source:
-        for message in told:
-            if isinstance(text := message.get("content"), str):
-                message["content"] = [{"type": "text", "text": text}]
+    while [each.get("role") for each in told[:2] if isinstance(each.get("content"), str)] in _AS_ONE:
+        told[0]["content"] = f"{told[0]['content']}\n\n{told.pop(1)['content']}"
+    takes_parts = _READS_A_PART.search(source) and "is string" not in source
+    for message in told:
+        if message.get("role") == "developer" and "developer" not in source:
+            message["role"] = "system"
+        if takes_parts and isinstance(text := message.get("content"), str):
+            message["content"] = [{"type": "text", "text": text}]
     return told
 
 

@@ -92,9 +92,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids`; those that stand for no token are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        if self.cleans_up:
-            for spaced, closed in _CLEANED:
-                text = text.replace(spaced, closed)
+        for spaced, closed in _CLEANED if self.cleans_up else ():
+            text = text.replace(spaced, closed)
         return text
 
     def is_token(self, token_id: int) -> bool:

@@ -79,6 +79,31 @@ def test_a_call_without_content_renders_where_the_template_asks_in_other_words(a
     ours.close()
 
 
+SIMPLE = "{% for m in messages if m.role in ('system', 'user') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+KNOWS = "{% for m in messages %}<{{ 'd' if m.role == 'developer' else m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "simple", "knows"),
+    [
+        ("d u", "<system>0<user>1", "<d>0<user>1"),
+        ("s d u d", "<system>0\n\n1<user>2<system>3", "<system>0\n\n1<user>2<d>3"),
+        ("d s d u", "<system>0\n\n1\n\n2<user>3", "<d>0\n\n1\n\n2<user>3"),
+        ("s s d u", "<system>0<system>1<system>2<user>3", "<system>0<system>1<d>2<user>3"),
+        ("u d", "<user>0<system>1", "<user>0<d>1"),
+        ("d", "<system>0", "<d>0"),
+    ],
+)
+def test_what_a_developer_says_is_the_system_s_where_the_template_knows_no_developer(roles, simple, knows):
+    """Such templates leave it out, and many take one message of the system, at the beginning."""
+    names = {"d": "developer", "s": "system", "u": "user"}
+    messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles.split())]
+    for source, expected in ((SIMPLE, simple), (KNOWS, knows)):
+        ours = ChatTemplate(source, variables={})
+        assert ours.render(messages) == expected
+        ours.close()
+
+
 def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     save(byte_level(), tmp_path, chat_template="old")
     assert read_template(tmp_path) == "old"

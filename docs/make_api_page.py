@@ -100,7 +100,7 @@ ABOUT: Final = {
     "/detokenize": "The text of tokens, special ones written out.",
 }
 
-NO_EFFECT: Final = {*NoEffect.__struct_fields__, "truncation", "background"}
+NO_EFFECT: Final = {*NoEffect.__struct_fields__, "truncation", "background", "client_metadata", "access_programs"}
 ANTHROPIC_NO_EFFECT: Final = {"metadata", "service_tier", "cache_control", "speed"}
 SAMPLING: Final = {
     *("ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output"),

@@ -106,7 +106,7 @@ def test_anthropic_tool_runner_runs_a_tool_that_the_model_calls(claude):
 
 
 def test_anthropic_s_other_fields_are_accepted(claude):
-    cached = {"type": "ephemeral", "ttl": "1h"}
+    cached = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
     message = claude.beta.messages.create(
         model="noise",
         max_tokens=20,
@@ -173,6 +173,19 @@ def test_openai_chat_parse_and_stream(gpt):
     tool = openai.pydantic_function_tool(Weather, name="tell")
     called = gpt.chat.completions.parse(model="noise", messages=ASK, tools=[tool], tool_choice="required", max_tokens=1000)
     assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of the type that it has parsed
+def test_what_openai_s_parse_gives_is_taken_back(gpt):
+    """The client sends its messages as they are, with what it has parsed."""
+    asked = {"model": "noise", "max_tokens": 1000, "parallel_tool_calls": False}
+    said = gpt.chat.completions.parse(**asked, messages=ASK, response_format=Weather).choices[0].message
+    tools = [openai.pydantic_function_tool(Weather, name="tell")]
+    called = gpt.chat.completions.parse(**asked, messages=ASK, tools=tools, tool_choice="required").choices[0].message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "done"}
+    for turns in ([said, *ASK], [called, result]):
+        reply = gpt.chat.completions.create(model="noise", max_tokens=4, messages=[*ASK, *turns], tools=tools)
+        assert reply.usage.completion_tokens > 0
 
 
 def test_openai_responses_parse_stream_and_count(gpt):

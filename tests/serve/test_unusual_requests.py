@@ -22,6 +22,7 @@ CACHED = {"type": "ephemeral", "ttl": "5m"}
         {"logprobs": False, "top_logprobs": 0},
         {"modalities": ["text"]},
         {"top_p": 0},
+        {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": CACHED}]}]},
         {"messages": [{**USER, "cache_control": {"type": "ephemeral"}}]},
@@ -35,6 +36,12 @@ def test_fields_that_change_nothing_are_accepted(shared_server, body):
     assert answer.status_code == 200, answer.text
     if "messages" not in body and "stream" not in body:
         assert answer.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
+
+
+def test_what_codex_says_of_itself_changes_nothing(shared_server):
+    body = {"input": "x", "client_metadata": {"x-codex-installation-id": "1"}, "access_programs": {"cyber": "standard"}}
+    answer = shared_server("/v1/responses", body | {"max_output_tokens": 4, "prompt_cache_retention": "in_memory"})
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_tool_may_have_a_cache_control(shared_server):

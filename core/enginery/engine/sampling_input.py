@@ -85,8 +85,7 @@ def reads_pending(step: StepInput, requests: Sequence[Request]) -> bool:
     """Whether a token is chosen by one that is still to come."""
     if not any(request.reads_tokens for request in requests):
         return False
-    pending = step.columns().pending.tolist()
-    return any(count and request.reads_tokens for count, request in zip(pending, requests, strict=True))
+    return any(count and request.reads_tokens for count, request in zip(step.columns().pending.tolist(), requests, strict=True))
 
 
 def _failures_by_item(failed: Mapping[int, str], places: Sequence[int], ahead: np.ndarray) -> GrammarFailures:

@@ -107,7 +107,7 @@ class ChatTemplate:
         if continue_final_message:
             _check_final(messages, add_generation_prompt=add_generation_prompt)
         rendering = Rendering(
-            messages=_told(messages, source),
+            messages=_told(_with_known_roles(messages, source), source),
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -195,21 +195,22 @@ class ChatTemplate:
             renderer.close()
 
 
-def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
-    """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone.
+def _with_known_roles(messages: Sequence[Mapping[str, object]], source: str) -> list[Mapping[str, object]]:
+    """Many templates take one message of the system, at the beginning; few know the developer's, others leave it out."""
+    found = list(messages)
+    while [each.get("role") for each in found[:2] if isinstance(each.get("content"), str)] in _AS_ONE:
+        found[:2] = [{**found[0], "content": f"{found[0]['content']}\n\n{found[1]['content']}"}]
+    return [{**each, "role": "system"} if each.get("role") == "developer" and "developer" not in source else each for each in found]
 
-    Many templates take one message of the system, at the beginning, and few know the developer's, which they would leave out.
-    """
+
+def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
+    """Without fields that are None, but a content for which the template asks; text as a part where it takes parts alone."""
     keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
     told = [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
-    while [each.get("role") for each in told[:2] if isinstance(each.get("content"), str)] in _AS_ONE:
-        told[0]["content"] = f"{told[0]['content']}\n\n{told.pop(1)['content']}"
-    takes_parts = _READS_A_PART.search(source) and "is string" not in source
-    for message in told:
-        if message.get("role") == "developer" and "developer" not in source:
-            message["role"] = "system"
-        if takes_parts and isinstance(text := message.get("content"), str):
-            message["content"] = [{"type": "text", "text": text}]
+    if _READS_A_PART.search(source) and "is string" not in source:
+        for message in told:
+            if isinstance(text := message.get("content"), str):
+                message["content"] = [{"type": "text", "text": text}]
     return told
 
 

@@ -24,10 +24,11 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """arguments: a JSON object as text, or whatever the model wrote in its place; an object is accepted too."""
+    """arguments: JSON as text, an object, or what the model wrote. parsed_arguments: of OpenAI's client, without effect."""
 
     name: str
     arguments: str | dict[str, object] | None = None
+    parsed_arguments: object = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +50,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message; its text parts are put together, one to a line.
 
-    reasoning: another name of reasoning_content, as newer servers give it. annotations: of an answer that has none.
+    reasoning: another name of reasoning_content. annotations: of an answer that has none. parsed: of OpenAI's client, no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -60,6 +61,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reasoning_content: str | None = None
     reasoning: str | None = None
     annotations: Annotated[list[object], msgspec.Meta(max_length=0)] | None = None
+    parsed: object = None
     cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, object]:

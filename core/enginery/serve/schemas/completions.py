@@ -25,10 +25,11 @@ Metadata = Annotated[
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Without effect: prefixes are cached wherever they are the same."""
+    """Without effect: prefixes are cached wherever they are the same. scope: as Claude Code sends it."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
+    scope: str | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +72,8 @@ class NoEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, str] | None = None
     metadata: Metadata | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -123,29 +126,22 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
 
 
 UNSUPPORTED: Final = {
+    **dict.fromkeys(("chat_template", "reasoning_effort"), "it is a field of /v1/chat/completions"),
+    **dict.fromkeys(("audio", "modalities"), "only text can be generated"),
+    **dict.fromkeys(("web_search_options", "max_tool_calls", "mcp_servers", "container"), "there are no tools on the server"),
+    **dict.fromkeys(("reasoning", "thinking"), "send reasoning_effort, or chat_template_kwargs with the template's variables"),
+    **dict.fromkeys(("previous_response_id", "conversation"), "conversations are not stored; send the whole one as input"),
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "guided_decoding_backend": "the plugin of highest priority that has the kind of grammar is used",
     "guided_whitespace_pattern": "white space between the parts of JSON is up to the plugin that compiles grammars",
-    "chat_template": "it is a field of /v1/chat/completions",
     "chat_template_kwargs": "they are a field of /v1/chat/completions",
     "continue_final_message": "it is a field of /v1/chat/completions; a prompt is always continued",
     "enable_thinking": "it is a variable of chat templates; send chat_template_kwargs, or reasoning_effort none",
     "suffix": "text cannot be inserted before a suffix",
-    "audio": "only text can be generated",
-    "modalities": "only text can be generated",
     "prediction": "predicted outputs are not supported",
-    "web_search_options": "there are no tools on the server",
-    "previous_response_id": "responses are not stored; send the whole conversation as input",
-    "conversation": "conversations are not stored; send the whole conversation as input",
     "prompt": "stored prompts are not supported; send input and instructions",
-    "max_tool_calls": "there are no tools on the server",
-    "mcp_servers": "there are no tools on the server",
     "thread": "conversations are not stored; send all messages, without thread",
-    "container": "there are no tools on the server",
-    "reasoning": "send reasoning_effort, or chat_template_kwargs with the variables of the chat template",
-    "reasoning_effort": "it is a field of /v1/chat/completions",
-    "thinking": "send reasoning_effort, or chat_template_kwargs with the variables of the chat template",
     "verbosity": "how much the model writes cannot be set",
     "input_type": "texts are embedded as they are",
 }

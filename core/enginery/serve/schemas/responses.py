@@ -106,7 +106,7 @@ class Obfuscation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/responses. store is false whether it is sent or not."""
+    """Body of /v1/responses. store is false whether it is sent or not. client_metadata, access_programs: of Codex; no effect."""
 
     input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
@@ -125,6 +125,8 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     chat_template_kwargs: dict[str, object] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    client_metadata: dict[str, str] | None = None
+    access_programs: dict[str, str] | None = None
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

@@ -136,8 +136,7 @@ def _decode_graphs(
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
-    buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, starts=starts)
-    return kind.build(parts, buffers, capture=capture)
+    return kind.build(parts, GraphBuffers(logits, hidden, siblings=choice.draft_siblings, starts=starts), capture=capture)
 
 
 def _starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> Starts:

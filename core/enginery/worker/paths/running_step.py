@@ -102,8 +102,7 @@ class RunningStep:
         tokens = self.sampled.tolist()
         if self.accepted is None:
             return [(token,) for token in tokens]
-        counts = self.accepted.tolist()
-        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(first_rows, counts, strict=True)]
+        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(first_rows, self.accepted.tolist(), strict=True)]
 
     def _first_rows(self) -> list[int]:
         """Of each item in `sampling`, the first of its rows that are sampled."""

@@ -106,8 +106,7 @@ class RankCollectives:
         """In one kernel where one takes so much, or the sum, then the operation."""
         if self.peer_ops is not None and self.peer_ops.takes_sum(partial, residual, weight):
             return self.peer_ops.add_rms_norm(partial, residual, weight, eps)
-        total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
-        return self.ops.add_rms_norm(total, residual, weight, eps)
+        return self.ops.add_rms_norm(self.own_rows_sum(partial) if of_all_lanes else self.sum(partial), residual, weight, eps)
 
     def summed_early(self, linear: Linear) -> Linear:
         """By the kernels that take sums, if they send rows early."""

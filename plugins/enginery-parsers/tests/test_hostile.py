@@ -31,6 +31,8 @@ def hostile(length: int) -> dict[str, str]:
         "half markers": "<tool_cal" * (length // 9),
         "markers": "<tool_call>" * (length // 11),
         "markers of reasoning": "<think></think>" * (length // 15),
+        "half calls in reasoning": "<think>" + '<tool_call>{"a' * (length // 14),
+        "calls that are thought of": "<think>" + "<tool_call>{}</tool_call>\n." * (length // 27),
         "a long name": '<tool_call>{"name": "' + "f" * length,
         "a deep object": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * (length // 5),
         "a deep list": '{"name": "f", "arguments": {"a": ' + "[" * length,

@@ -249,9 +249,10 @@ MINIMAX = """{%- set begin_token = '<minimax:tool_call>' -%}
         {%- endif -%}
         {{- content }}
         {%- if message.tool_calls -%}
+            {{- '\\n' ~ begin_token }}
             {%- for tool_call in message.tool_calls -%}
                 {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
-                {{- '\\n' ~ begin_token ~ '\\n<invoke name="' + tool_call.name + '">' }}
+                {{- '\\n<invoke name="' + tool_call.name + '">' }}
                 {% set _args = tool_call.arguments %}
                 {%- for k, v in _args.items() %}
                 {{- '<parameter name="' + k + '">' }}
@@ -260,6 +261,7 @@ MINIMAX = """{%- set begin_token = '<minimax:tool_call>' -%}
                 {% endfor %}
                 {{- '</invoke>' ~ '\\n' }}
             {%- endfor -%}
+            {{- '</minimax:tool_call>' }}
             {%- set last_tool_call.name = message.tool_calls[-1].function.name -%}
         {%- endif -%}
     {%- elif message.role == 'tool' -%}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -60,12 +62,12 @@ def parsers_of(name: str) -> tuple[str | None, str | None]:
     return suited.get("tools"), suited.get("reasoning")
 
 
-def read(name: str, prompt: str, pieces: list[str]) -> dict[str, object]:
+def read(name: str, prompt: str, pieces: list[str], *, offered: Sequence[Tool] = OFFERED) -> dict[str, object]:
     tools, reasoning, _, _ = EXPECTED[name]
     specs = {spec.name: spec for spec in register_parsers()}
     thinks = specs[reasoning] if reasoning else None
     is_inside = bool(thinks and thinks.is_inside and thinks.is_inside(prompt))
-    reader = AnswerReader(AnswerFormat(reasoning=thinks, tool_parser=specs[tools], tools=OFFERED, is_inside=is_inside))
+    reader = AnswerReader(AnswerFormat(reasoning=thinks, tool_parser=specs[tools], tools=offered, is_inside=is_inside))
     found: dict[str, Any] = {"thought": "", "content": "", "calls": []}
     for place, piece in enumerate(pieces, 1):
         for event in reader.feed(piece, finished=place == len(pieces)):
@@ -113,3 +115,19 @@ def test_an_answer_as_the_template_writes_it_is_read_back(name, said, ours):
     assert read(name, prompt, [*text, ""]) == written
     for place in range(0, len(text), 3):
         assert read(name, prompt, [text[:place], text[place:]]) == written
+
+
+@pytest.mark.parametrize("name", [name for name, (_, reasoning, _, _) in EXPECTED.items() if reasoning and name != "nemotron"])
+@pytest.mark.parametrize("closes", ["never", "behind"])
+def test_calls_in_reasoning_that_nothing_follows_are_calls(name, closes, ours):
+    """MiMo, Qwen and Kimi write such, and the client would get an empty answer. A strict tool's call followed no grammar."""
+    variables, end = EXPECTED[name][2:]
+    said = {"thought": "Let me see.", "content": "", "calls": CALLS}
+    prompt = ours(FAMILIES[name], ASKED, tools=TOOLS, variables=variables)
+    whole = ours(FAMILIES[name], [*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
+    close = "</longcat_think>" if "longcat" in name else "</think>"
+    text = whole.removeprefix(prompt).rstrip("\n").removesuffix(end).replace(close, "", 1) + (close if closes == "behind" else "")
+    for pieces in ([text], [*text, ""]):
+        assert read(name, prompt, pieces) == said
+    strict = [dataclasses.replace(tool, strict=True) for tool in OFFERED]
+    assert read(name, prompt, [text], offered=strict)["calls"] == []

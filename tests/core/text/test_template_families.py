@@ -66,6 +66,14 @@ def test_a_conversation_renders_as_with_transformers(name, add_generation_prompt
     assert "And there?" in ours
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt-oss"])  # the one here writes no message of the system
+def test_what_a_developer_says_is_written_as_what_the_system_says(name, ours):
+    said = ours(FAMILIES[name], TALK)
+    assert ours(FAMILIES[name], [{**TALK[0], "role": "developer"}, *TALK[1:]]) == said
+    both = [{"role": "system", "content": "Be"}, {"role": "developer", "content": "<brief>. /no_think"}, *TALK[1:]]
+    assert ours(FAMILIES[name], both) == said.replace("Be <", "Be\n\n<")
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NO_CALLS])
 def test_tools_and_calls_render_as_with_transformers(name, both):
     for messages in (CALLED, THOUGHT, SILENT):

@@ -23,8 +23,8 @@ ASK = [{"role": "user", "content": "x"}]
 CALL = '[call add {"a": 1}]'
 
 
-class Weather(pydantic.BaseModel):
-    """What is asked of noise, in few words."""
+class Weather(pydantic.BaseModel, extra="forbid"):
+    """What is asked of noise, in few words: without extra="forbid" it may name a member without end."""
 
     sky: Literal["clear", "cloudy"]
     warm: bool

@@ -72,8 +72,8 @@ class AttnLayerFacts:
     sliding_window: a token sees itself and the window - 1 before it. softcap: s -> c tanh(s / c) before the mask. sinks: whether
     `LayerSpec.sinks` are there. latent: of an MLA layer, which a backend sees as one KV head of R + P dims, whose first R are the
     value too. recurrent: of a layer with a state in place of keys and values, whose heads and head dim are those of its keys.
-    v_head_dim: of layers whose values are narrower or wider than their keys. decoder_layer: the decoder layer that it is in; layers
-    that differ in nothing else are equal.
+    v_head_dim: of layers whose values are narrower or wider than their keys; 0: of index keys, which sparse attention reads beside
+    those of another layer. decoder_layer: the decoder layer that it is in; layers that differ in nothing else are equal.
     """
 
     num_heads: int
@@ -370,17 +370,17 @@ def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
 
 def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[bool, bool]]:
     layers = needs.layers
-    unequal = [layer for layer in layers if layer.latent is None and layer.recurrent is None and layer.value_dim != layer.head_dim]
+    unequal = {of.value_dim for of in layers if of.latent is None and of.recurrent is None and of.value_dim != of.head_dim}
     return {
         "softmax attention": (any(layer.recurrent is None for layer in layers), can.causal),
         "sliding window": (any(layer.sliding_window is not None for layer in layers), can.sliding_window),
         "soft cap": (any(layer.softcap is not None for layer in layers), can.softcap),
         "attention sinks": (any(layer.sinks for layer in layers), can.sinks),
-        "values of another width than keys": (bool(unequal), can.unequal_values),
+        "values of another width than keys": (bool(unequal - {0}), can.unequal_values),
         "MLA": (any(layer.latent is not None for layer in layers), can.mla),
         "ragged MLA prefill": (needs.mla_ragged, can.mla_ragged),
         "a log-sum-exp": (needs.lse, can.lse_base is not None),
-        "sparse attention": (needs.sparse, can.sparse),
+        "sparse attention": (any((needs.sparse, 0 in unequal)), can.sparse),
         "batch invariance": (needs.batch_invariant, can.batch_invariant),
         "lengths that the device alone knows": (needs.device_lengths, can.device_lengths),
         "trees of drafts": (needs.trees, can.trees),

@@ -14,7 +14,7 @@ import torch
 from offers import offering
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.model import ModelSpec
+from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.contracts.versions import HookGroup
 from enginery.contracts.weights import Scheme, StoredWeight, WeightFormatSpec
@@ -50,6 +50,33 @@ def test_a_family_that_answers_with_something_else_is_named(
     wrong = dataclasses.replace(echo, spec=dataclasses.replace(echo.spec, **changed))
     with pytest.raises(PluginError, match=rf"plugin echo \(enginery-echo==.*\){said}"):
         Engine.build(asked, offering(registry, ModelSpec, wrong))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"head_dim": 16.0}, "TypeError: head_dim of AttnLayerFacts is 16.0, and must be a whole number"),
+        ({"sliding_window": "4"}, "TypeError: sliding_window of AttnLayerFacts is '4', and must be a whole number"),
+        ({"decoder_layer": 7}, "ValueError: a layer is in decoder layer 7, and num_decoder_layers is 1"),
+    ],
+)
+def test_sizes_that_are_none_name_the_family_and_the_line_that_states_them(
+    asked: EngineOptions, changed: dict[str, Any], said: str
+) -> None:
+    """As config.json's text, or a quotient, is. They failed in the memory plan, which knows no plugin."""
+
+    def describe(config: Any) -> ModelFacts:
+        facts = echo.spec.describe(config)
+        layers = tuple(dataclasses.replace(layer, **changed) for layer in facts.layers[:1])
+        return dataclasses.replace(facts, layers=layers, num_decoder_layers=1)
+
+    registry = Registry.load()
+    (echo,) = (offer for offer in registry.offers(ModelSpec) if offer.name == "echo")
+    wrong = dataclasses.replace(echo, spec=dataclasses.replace(echo.spec, describe=describe))
+    with pytest.raises(PluginError) as error:
+        Engine.build(asked, offering(registry, ModelSpec, wrong))
+    assert f"plugin echo (enginery-echo==0.1.0) could not describe the model in {asked.model}: {said} (" in str(error.value)
+    assert f"({__file__}, line " in str(error.value)
 
 
 @pytest.mark.parametrize(("missing", "place"), [("pool", "attend"), ("page_size", "plan_forward_metadata")])

@@ -46,13 +46,16 @@ class ModelFacts:
     outputs: tuple[NamedTensor, ...] = ()
 
     def __post_init__(self) -> None:
+        for of in (self, *self.layers):
+            for name in {name for name, value in vars(of).items() if isinstance(value, float | str)} - {"softcap"}:
+                raise TypeError(f"{name} of {type(of).__name__} is {vars(of)[name]!r}, and must be a whole number")
         places = [layer.decoder_layer for layer in self.layers]
         if places != sorted(places):
             raise ValueError(f"layers must stand in the order in which they run; their decoder layers are {places}")
         if not self.num_decoder_layers:
             object.__setattr__(self, "num_decoder_layers", max(places, default=-1) + 1)
         if places and places[-1] >= self.num_decoder_layers:
-            raise ValueError(f"a layer is in decoder layer {places[-1]}, and there are {self.num_decoder_layers=}")
+            raise ValueError(f"a layer is in decoder layer {places[-1]}, and num_decoder_layers is {self.num_decoder_layers}")
 
     @property
     def has_latents(self) -> bool:

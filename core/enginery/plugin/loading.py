@@ -24,7 +24,7 @@ from enginery.plugin.hookspecs import EngineHooks
 from enginery.plugin.records import FAILED, Offer, PluginRecord, Status
 
 _ENGINE, _PYTHON = re.escape(__file__.removesuffix("plugin/loading.py")), re.escape(traceback.__file__.removesuffix("traceback.py"))
-_NOT_A_PLUGINS: Final = re.compile(rf"<frozen|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
+_NOT_A_PLUGINS: Final = re.compile(rf"<frozen|<string>|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
 _OTHER_OFFERS: Final = {"commands": "register_commands", "routes": "register_routes", "observer": "observe_step"}
 
 

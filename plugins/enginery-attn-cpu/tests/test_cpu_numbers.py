@@ -239,6 +239,30 @@ def test_a_page_that_is_not_there_is_an_index_error(page: int) -> None:
 
 
 @built
+@pytest.mark.parametrize(
+    ("q", "out"),
+    [
+        ((3, 2, 32), (4, 2, 32)),
+        ((4, 2, 32), (3, 2, 32)),
+        ((4, 1, 32), (4, 1, 32)),
+        ((4, 2, 32), (4, 2, 16)),
+        ((4, 2, 16), (4, 2, 32)),
+    ],
+)
+def test_rows_heads_or_dims_that_are_not_the_layer_s_are_refused_before_a_kernel_has_their_address(
+    q: tuple[int, ...], out: tuple[int, ...]
+) -> None:
+    """A model's block, or an operation before it, has made them; kernels would write over other memory."""
+    setting = Setting(facts=AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=32), lens=[9], rows=[4])
+    batch, given = setting.batch(), torch.zeros(q)
+    plan = setting.backend.plan_forward_metadata(batch, False)
+    with pytest.raises(Unsupported, match=r"for 4 tokens; by its facts layer 3 has q \[T, 2, 32\] and out \[T, 2, 32\]"):
+        setting.backend.attend(given, given, given, setting.layer, batch, plan, torch.zeros(out))
+    with pytest.raises(Unsupported, match=r"torch.float64 for 4 tokens"):
+        setting.backend.attend(setting.q, given, given, setting.layer, batch, plan, torch.zeros(4, 2, 32, dtype=torch.float64))
+
+
+@built
 def test_other_strides_and_dims_are_refused() -> None:
     facts = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=32)
     setting = Setting(facts=facts, lens=[3], rows=[1])

@@ -130,6 +130,23 @@ def test_rows_that_do_not_exist_are_refused_before_anything_is_written() -> None
     assert not keys.any()
 
 
+@pytest.mark.parametrize("wrong", [{"slots": 3}, {"angles": 2}, {"dim": 6}])
+def test_rows_and_dims_that_do_not_agree_reach_no_kernel(wrong: dict[str, int]) -> None:
+    """What an operation or a block before has made of another shape; torch refuses it, kernels would read and write beside it."""
+    sizes = {"slots": 4, "angles": 4, "dim": 8} | wrong
+    keys = torch.zeros(8, 1, sizes["dim"])
+    with pytest.raises((RuntimeError, IndexError), match=r"size|shape|must match|dimension"):
+        OPS.qk_norm_rotary_write(
+            torch.randn(4, 3, 8),
+            None,
+            0.0,
+            torch.randn(sizes["angles"], 8),
+            keys=keys,
+            values=keys,
+            slots=torch.arange(sizes["slots"]),
+        )
+
+
 def test_there_is_one_pool_of_threads() -> None:
     """A second OpenMP runtime would be in the process's memory, and its threads among the process's."""
     code = (

@@ -76,10 +76,19 @@ class CpuAttention:
         self.most_pages = max(geometry.pages.values(), default=0)
         self.graphs: Tables | None = None
         self.epoch = 0
+        self.dims = [[of.num_heads, of.head_dim, of.num_heads, of.value_dim] for of in geometry.layers]  # of q and out
         self.layers = [
             self._numbers(LocalLayerId(index), geometry.page_size) if layer in softmax else ()
             for index, layer in enumerate(geometry.layers)
         ]
+
+    def _misfit(self, q: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor) -> str:
+        heads, dim, _, value_dim = self.dims[layer.local_id]
+        given = " and ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in (("q", q), ("out", out)))
+        return (
+            f"{self.backend_id} was given {given} for {batch.num_tokens} tokens; by its facts layer {layer.global_id} has "
+            f"q [T, {heads}, {dim}] and out [T, {heads}, {value_dim}] of one dtype: correct the model's block or its facts"
+        )
 
     def _numbers(self, layer: LocalLayerId, page_size: int) -> tuple[int, ...]:
         """The kernel's arguments about a layer's memory, which stays where it is."""
@@ -150,6 +159,9 @@ class CpuAttention:
     ) -> None:
         """See `enginery.api.Attends`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, CpuPlan, backend=self.backend_id, epoch=self.epoch)
+        (rows, *dims), (out_rows, *out_dims) = q.shape, out.shape
+        if [*dims, *out_dims] != self.dims[layer.local_id] or min(rows, out_rows) < batch.num_tokens or q.dtype is not out.dtype:
+            raise Unsupported(self._misfit(q, layer, batch, out))
         (q_row, q_head, q_step), (out_row, out_head, out_step) = q.stride(), out.stride()
         if not q_step == out_step == 1:
             raise Unsupported(f"{self.backend_id} takes heads whose numbers are adjacent, not strides {q.stride()}, {out.stride()}")

@@ -138,6 +138,7 @@ class CompiledOps:
         """`qk_norm_rotary` on the first H + K heads, then keys and values to their slots. Raises IndexError for others."""
         strides = keys.stride()
         kept = keys.dtype in self.codes and keys.dtype is values.dtype and strides == values.stride() and strides[2] == 1
+        kept = kept and keys.shape == values.shape and (len(slots), keys.shape[2]) == (qkv.shape[0], qkv.shape[2])
         if not kept or not slots.is_contiguous() or not self._rotates(qkv, weight, cos_sin):
             reference_ops.qk_norm_rotary_write(qkv, weight, eps, cos_sin, keys=keys, values=values, slots=slots)
             return
@@ -146,6 +147,7 @@ class CompiledOps:
     def _rotates(self, heads: torch.Tensor, weight: torch.Tensor | None, cos_sin: torch.Tensor) -> bool:
         dtype = heads.dtype
         fits = dtype in self.codes and cos_sin.dtype is dtype and heads.stride(2) == 1 and cos_sin.stride(1) == 1
+        fits = fits and len(cos_sin) == len(heads)
         return fits and (weight is None or (weight.dtype is dtype and weight.dim() == 2 and weight.stride(1) == 1))
 
     def _rotate(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
-from urllib.parse import urlsplit
 
 import typer
 
@@ -61,17 +60,6 @@ def rank(
     elif join is None or rank_key_file is None:
         raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE to make a key")
     else:
-        _check(join)
         own = joining.OwnOptions(**vars(host))
         if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):
             raise typer.Exit(code)
-
-
-def _check(address: str) -> None:
-    """Raises `ConfigError` for a port that there is not, of which ZeroMQ would take another."""
-    try:
-        port = urlsplit(address).port
-    except ValueError:
-        port = None
-    if port is None:
-        raise ConfigError(f"--join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen")

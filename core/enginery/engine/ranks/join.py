@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ def join(address: str, key: RankKey, own: OwnOptions, *, rank: int | None, wait_
     rank: its number, from 1; None: any. wait_s: how long the engine may take to listen. Raises `ConfigError` where it refuses this
     rank, and `EngineDied` when the engine is gone.
     """
+    host_and_port(address, f"--join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = context.socket(zmq.DEALER)
     link.set_hwm(0)
@@ -147,6 +149,14 @@ class _Member:
 
     def _tell(self, death: Death) -> None:
         self._link.send(messages.encode(messages.Gone(exit_code=death.exit_code, how=death.how, last_lines=death.last_lines)))
+
+
+def host_and_port(address: str, otherwise: str) -> tuple[str, int]:
+    """Of tcp://ADDRESS:PORT. Raises `ConfigError` that says `otherwise`: of a port that there is not ZeroMQ would take another."""
+    found = re.fullmatch(r"tcp://(.+):(\d+)", address)
+    if found is None or int(found[2]) > 65_535:
+        raise ConfigError(otherwise)
+    return found[1], int(found[2])
 
 
 def _missing(options: EngineOptions, changes: Mapping[str, object]) -> str | None:

@@ -11,7 +11,7 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
@@ -79,9 +79,9 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _until(self, condition: object) -> None:
+    def _until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.cause is not None or condition())  # type: ignore[operator]
+            self._changed.wait_for(lambda: self.cause is not None or condition())
         if self.cause is not None:
             raise self.cause
 

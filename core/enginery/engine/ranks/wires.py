@@ -13,13 +13,13 @@ import socket
 import tempfile
 from pathlib import Path
 from typing import Final, TypeAlias
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec
+from enginery.engine.ranks.join import host_and_port
 from enginery.engine.ranks.joined import Door, Listening
 from enginery.engine.ranks.keys import RankKey
 from enginery.errors import ConfigError
@@ -132,13 +132,7 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
 
 
 def _place(address: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not address.startswith("tcp://") or host is None or port is None:
-        raise ConfigError(f"listen is {address!r}, but must be tcp://ADDRESS:PORT")
+    host, port = host_and_port(address, f"listen is {address!r}, but must be tcp://ADDRESS:PORT")
     if host in _EVERYWHERE:
         raise ConfigError(
             f"listen is {address!r}, every interface; but tensors are exchanged without keys, so name the address of a private "

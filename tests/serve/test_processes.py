@@ -23,6 +23,7 @@ from enginery.plugin.registry import Registry
 from enginery.serve.engine import client as engine_client
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineClient, EngineState
+from enginery.serve.engine.outputs import Sent, generate
 from enginery.serve.engine.process import EngineLoop
 from enginery.serve.http.faults import Fault
 
@@ -44,8 +45,12 @@ def with_client(scenario, folder, *, command=COMMAND, **options):
     asyncio.run(main())
 
 
+def sent(client, requests):
+    return generate([Sent(client, each) for each in requests])
+
+
 async def drained(client, *requests):
-    async with client.generate(requests) as outputs:
+    async with sent(client, requests) as outputs:
         return [output async for output in outputs]
 
 
@@ -89,7 +94,7 @@ def test_what_came_while_nobody_took_it_is_one_output_of_each_request(tmp_path):
         await client.ready()
         asked = [request(name, prompt=(5, 6, 7, 8), logprobs=0, max_tokens=3) for name in ("a", "b")]
         promptly = await drained(client, *asked)
-        async with client.generate(asked) as outputs:
+        async with sent(client, asked) as outputs:
             while client.meter.num_open:
                 await asyncio.sleep(0.01)
             late = [output async for output in outputs]
@@ -106,7 +111,7 @@ def test_what_came_while_nobody_took_it_is_one_output_of_each_request(tmp_path):
 def test_what_had_come_is_given_before_the_error_that_ends_it(tmp_path):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request(seed=HELD)]) as outputs:
+        async with sent(client, [request(seed=HELD)]) as outputs:
             while not client.meter.num_output:
                 await asyncio.sleep(0.01)
             await client.abort("r")
@@ -262,13 +267,13 @@ def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream
 def test_leaving_a_group_aborts_what_is_open(folder):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request("a", max_tokens=3), request("b", ignore_eos=True, seed=HELD)]) as outputs:
+        async with sent(client, [request("a", max_tokens=3), request("b", ignore_eos=True, seed=HELD)]) as outputs:
             finished = False
             while not finished:
                 output = await anext(outputs)
                 finished = output.finish_reason is not None
             assert outputs.open == {"b"}
-        async with client.generate([request("c", max_tokens=2)]) as outputs:
+        async with sent(client, [request("c", max_tokens=2)]) as outputs:
             assert [token_id async for output in outputs for token_id in output.token_ids] == [5, 6]
 
     with_client(scenario, folder)
@@ -277,7 +282,7 @@ def test_leaving_a_group_aborts_what_is_open(folder):
 def test_a_request_may_end_after_the_engine_was_stopped(folder):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request(ignore_eos=True, seed=HELD)]):
+        async with sent(client, [request(ignore_eos=True, seed=HELD)]):
             await client.stop()
 
     with_client(scenario, folder)
@@ -307,7 +312,7 @@ def test_a_malformed_frame_is_dropped_on_both_sides(folder, capfd, caplog):
         await client.ready()
         for frame in (b"", b"\xc1", os.urandom(64), msgspec.msgpack.encode({"type": "submit", "request": 5})):
             await client._link.send(frame)
-        async with client.generate([request()]) as outputs:
+        async with sent(client, [request()]) as outputs:
             assert sum([len(output.token_ids) async for output in outputs]) == 4
         assert client.state is EngineState.READY
 

@@ -38,14 +38,11 @@ async def chat(service: Service, http: Request) -> Response:
         chunks = ChunkLayout(part=layout.part, chunk=chunk, tally=opened.tally, options=options)
         return await EventStream.start(http, stream_events(opened.deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
-    reported: object = msgspec.UNSET
-    if asked.prompt_logprobs is not None:
-        reported = by_token_id(tokenizer, choices[0].prompt_logprobs or ())
     reply = replies.ChatReply(
         **heading,
         choices=[layout.whole(choice) for choice in choices],
         usage=usage,
-        prompt_logprobs=reported,  # type: ignore[arg-type]
+        prompt_logprobs=by_token_id(tokenizer, choices[0].prompt_logprobs, asked=asked.prompt_logprobs),
     )
     return json_answer(reply)
 

@@ -111,15 +111,12 @@ class _ChoiceLayout:
 
     def whole(self, choice: Collected) -> CompletionChoice:
         """The choice of an answer that is not streamed."""
-        prompt_logprobs: object = msgspec.UNSET
-        if self._asked.prompt_logprobs is not None:
-            prompt_logprobs = by_token_id(self._tokenizer, choice.prompt_logprobs or ())
         return CompletionChoice(
             index=self._job.index,
             text=(self._prompt_text() if self._asked.echo else "") + choice.text,
             logprobs=self._lay_out(choice.prompt_logprobs, choice.logprobs),
             finish_reason=choice.finish_reason,
-            prompt_logprobs=prompt_logprobs,  # type: ignore[arg-type]
+            prompt_logprobs=by_token_id(self._tokenizer, choice.prompt_logprobs, asked=self._asked.prompt_logprobs),
         )
 
     def _prompt_text(self) -> str:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from enginery.contracts.request import of_length_one
 from enginery.errors import RequestError
+from enginery.serve.api.conversation import naming_fields
 from enginery.serve.api.served_model import Job
 from enginery.serve.api.service import Heading, Service, json_answer, read_request
 from enginery.serve.engine.replicas import Replicas
@@ -42,13 +43,10 @@ async def embed(service: Service, http: Request) -> Response:
     name = model.check_name(asked.model)
     model.text.check_pooling()
     prompts = await model.prompts(asked.input, add_special_tokens=asked.add_special_tokens is not False, field="input")
-    try:
+    with naming_fields(_NAMES):
         one = CompletionRequest(prompt="", max_tokens=1, temperature=0.0, cache_salt=asked.cache_salt)
         params = model.params(one, default_max_tokens=1, logprobs=None, prompt_logprobs=None)
         jobs = model.jobs(one, prompts, params, Heading.new("embd", name).id, prompt_only=True)
-    except RequestError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise
     found = await unless_disconnected(http.receive, _embeddings(service.engine, jobs))
     if asked.dimensions not in (None, len(found[0])):
         why = f"dimensions is {asked.dimensions}, but embeddings of this model have {len(found[0])}, which are not cut"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from enginery.contracts.request import TokenLogprob
 from enginery.serve.schemas.replies import ChatLogprob, ChatLogprobs, LegacyLogprobs, TopLogprob
 from enginery.text.tokenizer import Tokenizer
@@ -56,8 +58,12 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
     return ChatLogprobs(content)
 
 
-def by_token_id(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None]) -> list[dict[str, object] | None]:
-    """`prompt_logprobs`: for each token of the prompt the likeliest ones and itself, by id."""
+def by_token_id(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None] | None, *, asked: int | None
+) -> list[dict[str, object] | None] | msgspec.UnsetType:
+    """`prompt_logprobs`: for each token of the prompt the likeliest ones and itself, by id. asked: the field of the body."""
+    if asked is None:
+        return msgspec.UNSET
     return [
         None
         if found is None
@@ -65,5 +71,5 @@ def by_token_id(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None]) -
             str(token_id): {"logprob": logprob, "decoded_token": tokenizer.token_text(token_id)}
             for token_id, logprob in ((found.token_id, found.logprob), *found.top)
         }
-        for found in logprobs
+        for found in logprobs or ()
     ]

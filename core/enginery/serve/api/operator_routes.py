@@ -78,7 +78,7 @@ def operations(service: Service) -> APIRouter:
         if service.state in (EngineState.LOADING, EngineState.RESTARTING):
             return JSONResponse({"status": service.state} | dataclasses.asdict(engine.loading))
         stalled = {replica: stalled_s(replica) for replica in engine.replicas}
-        left = [replica for replica in engine.replicas if replica.state not in (EngineState.DEAD, EngineState.RESTARTING)]
+        left = [replica for replica in engine.replicas if not replica.state.is_down]
         is_stuck = all(stalled[replica] >= service.watchdog_s for replica in left)
         status = {
             "status": "stuck" if is_stuck else "moving" if any(client.meter.num_open for client in engine.clients) else "idle",

@@ -67,7 +67,7 @@ class Service:
 
     def model(self) -> ServedModel:
         """The model, ready to serve. Raises `EngineDied`, `EngineRestarts`, `ShuttingDown` and `NotReady` when it is not."""
-        if self.engine.state in (EngineState.DEAD, EngineState.RESTARTING):
+        if self.engine.state.is_down:
             raise self.engine.death()
         if self.engine.state is EngineState.STOPPING:
             raise ShuttingDown

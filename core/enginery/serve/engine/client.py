@@ -22,12 +22,12 @@ import zmq.asyncio
 
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
-from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.contracts.request import RequestOutput
 from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.serve.engine import messages
 from enginery.serve.engine.child import EngineChild, pass_on, until
-from enginery.serve.engine.outputs import Outputs, Sent, generate
+from enginery.serve.engine.outputs import Outputs
 from enginery.serve.engine.progress import Progress
 from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady
 from enginery.serve.http.metrics import RequestMeter, RequestTimes
@@ -41,17 +41,22 @@ _log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """States of the engine's process. SILENT: it lives, but has said nothing for a minute. STOPPING: no request is taken.
+    """States of the engine's process, the best first. SILENT: it lives, but has said nothing for a minute.
 
-    RESTARTING: it has died, and another takes its place.
+    STOPPING: no request is taken. RESTARTING: it has died, and another takes its place.
     """
 
-    LOADING = "loading"
-    RESTARTING = "restarting"
+    STOPPING = "stopping"
     READY = "ready"
     SILENT = "silent"
-    STOPPING = "stopping"
+    LOADING = "loading"
+    RESTARTING = "restarting"
     DEAD = "dead"
+
+    @property
+    def is_down(self) -> bool:
+        """Whether there is no process."""
+        return self in (EngineState.RESTARTING, EngineState.DEAD)
 
 
 class EngineClient:
@@ -149,13 +154,6 @@ class EngineClient:
         if manifest_digest not in (None, said.manifest_digest):
             raise EngineDied("the engine's process loaded other plugins than this one; report it")
         return said.facts
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> contextlib.AbstractAsyncContextManager[Outputs]:
-        """Send requests. Inside the context all are queued. On leaving it, those that have not finished are aborted.
-
-        Raises `RequestError`, `QueueFull` if one is rejected (then none runs), `EngineDied` and `ShuttingDown`.
-        """
-        return generate([Sent(self, request) for request in requests])
 
     async def abort(self, request_id: str) -> bool:
         """End a request in its client's place; the client is told. Returns False if there is no request of that id."""

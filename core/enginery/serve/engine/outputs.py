@@ -102,7 +102,10 @@ class Outputs:
 
 @contextlib.asynccontextmanager
 async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
-    """Send requests to their engines. Otherwise as `EngineClient.generate`."""
+    """Send requests to their engines. Inside the context all are queued. On leaving it, those that have not finished are aborted.
+
+    Raises `RequestError`, `QueueFull` if one is rejected (then none runs), `EngineDied` and `ShuttingDown`.
+    """
     for client in {each.client for each in sent}:
         _check(client)
     group = Outputs(sent)

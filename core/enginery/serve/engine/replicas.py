@@ -61,8 +61,8 @@ class Replica:
     def state(self) -> EngineState:
         """RESTARTING from its end until it serves again."""
         state = self.client.state
-        is_between = state is EngineState.DEAD and self._comes_back
-        return EngineState.RESTARTING if is_between or (state is EngineState.LOADING and self.num_restarts) else state
+        is_between = (state is EngineState.DEAD and self._comes_back) or (state is EngineState.LOADING and self.num_restarts > 0)
+        return EngineState.RESTARTING if is_between else state
 
     @property
     def serves(self) -> bool:
@@ -83,11 +83,11 @@ class Replica:
 
     def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
-        client, meter, state, (num_planned, tokens_planned) = self.client, self.client.meter, self.state, planned
+        meter, (num_planned, tokens_planned) = self.client.meter, planned
         return Standing(
             serves=self.serves,
-            is_silent=state is EngineState.SILENT,
-            is_full=meter.num_unstarted + num_planned >= client.options.max_queued_requests,
+            is_silent=self.state is EngineState.SILENT,
+            is_full=meter.num_unstarted + num_planned >= self.client.options.max_queued_requests,
             waiting=meter.num_ahead + tokens_planned,
             cached=self.prefixes.num_known(hashes) * block_size,
             num_sent=meter.num_begun + num_planned,
@@ -159,7 +159,7 @@ class Replicas:
     def state(self) -> EngineState:
         """Of the one that is best off."""
         found = {replica.state for replica in self.replicas}
-        return next(state for state in _BEST_FIRST if state in found)
+        return next(state for state in EngineState if state in found)
 
     @property
     def stats(self) -> EngineStats:
@@ -177,8 +177,8 @@ class Replicas:
 
     @contextlib.asynccontextmanager
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Outputs]:
-        """As `EngineClient.generate`; each goes where `routing.choose` sends it. Raises `EngineRestarts` too."""
-        if self.state in (EngineState.DEAD, EngineState.RESTARTING):
+        """As `outputs.generate`; each goes where `routing.choose` sends it. Raises `EngineRestarts` too."""
+        if self.state.is_down:
             raise self.death()
         async with generate(_routed(self.replicas, requests)) as outputs:
             yield outputs
@@ -192,7 +192,7 @@ class Replicas:
 
         Raises `EngineDied`, `NotReady` and `EngineBusy`.
         """
-        serving = [replica for replica in self.replicas if replica.state not in (EngineState.DEAD, EngineState.RESTARTING)]
+        serving = [replica for replica in self.replicas if not replica.state.is_down]
         if not serving:
             raise self.death()
         told = await asyncio.gather(*(replica.client.order(message) for replica in serving))
@@ -217,7 +217,8 @@ class Replicas:
         """Why no engine serves, as an error to raise: `EngineDied`, or `EngineRestarts` if one comes back."""
         for replica in self.replicas:
             if replica.state is EngineState.RESTARTING:
-                return EngineRestarts(client.died.result() if (client := replica.client).died.done() else client.restarted_for)
+                client = replica.client
+                return EngineRestarts(client.died.result() if client.died.done() else client.restarted_for)
         dead = [*reversed(self._dead), *self.replicas]
         return next(replica.client for replica in dead if replica.client.died.done()).death()
 
@@ -259,9 +260,3 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
         tokens_planned[place] += max(1, len(prompt) - num_known)
         sent.append(Sent(replica.client, request, num_known))
     return sent
-
-
-_BEST_FIRST: Final = (
-    *(EngineState.STOPPING, EngineState.READY, EngineState.SILENT),
-    *(EngineState.LOADING, EngineState.RESTARTING, EngineState.DEAD),
-)

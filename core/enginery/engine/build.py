@@ -269,8 +269,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
 def backend_bytes(choice: Choice) -> int:
     """What the attention backends' workspaces take, and all else that is kept beside a step's own tensors."""
     facts, settings = choice.facts, choice.settings
-    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
-    found = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
+    found = sum(offer.spec.capabilities.workspace_bytes for attention in choice.attentions for offer in attention.by_role.values())
     if choice.drafter is not None:
         # Recurrent layers keep, in float32, the rows that verify drafts until it is known how many of them stand: those of an eager
         # step, and for good those of a captured one.

@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
-from enginery.contracts.step import StepInput, StepOutput
+from enginery.contracts.step import StepInput
 from enginery.engine.build import ALONE, BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
@@ -279,7 +279,9 @@ class Engine:
         with self._naming(step):
             output = self._ranks.wait(running)
         self._in_flight.popleft()
-        _settle_launched(self._in_flight, self._scheduling.ahead, output)
+        ahead, left = self._scheduling.ahead, self._in_flight
+        if ahead is not None and left and left[0].step is ahead.unsettled:  # it was launched before this one was told
+            left[0] = left[0]._replace(step=ahead.settle(output, is_launched=True))
         self._ranks.landed(step)
         self.meter.arrived(step, output, at)
         if self._recorder is not None:
@@ -320,12 +322,6 @@ class Engine:
                 error.add_note(f"raised{where}\nin {during}" if where else f"in {during}")
             self._ranks.failed(error)
             raise
-
-
-def _settle_launched(in_flight: deque[_InFlight], ahead: Ahead | None, output: StepOutput) -> None:
-    """Say where the first step in flight began, if it was launched before the one in front of it was told, which gave `output`."""
-    if ahead is not None and in_flight and in_flight[0].step is ahead.unsettled:
-        in_flight[0] = in_flight[0]._replace(step=ahead.settle(output, is_launched=True))
 
 
 def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: bool) -> list[RequestOutput]:

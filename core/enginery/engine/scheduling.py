@@ -89,13 +89,12 @@ def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[Radix
     if settings.prefix_cache:
         points = ResumePoints(others, None if watcher is None else watcher.given_up) if others else None
         cache = RadixPrefixCache(memory.page_size, allocator, points, watcher)
-    backends = [chosen for chosen in (parts.choice.attention, parts.choice.first_attention) if chosen is not None]
     finite = FiniteMemory(
         memory.page_size,
         cache,
         window=window,
         states=states,
         largest_chunk=settings.max_batch_tokens,
-        within_items=all(chosen.keeps_states_amid_prompts for chosen in backends),
+        within_items=all(chosen.keeps_states_amid_prompts for chosen in parts.choice.attentions),
     )
     return cache, allocator, finite

@@ -103,6 +103,11 @@ class Choice:
         return TORCH_DTYPES[self.settings.dtype]
 
     @property
+    def attentions(self) -> list[AttentionChoice]:
+        """All that will run."""
+        return [self.attention] if self.first_attention is None else [self.attention, self.first_attention]
+
+    @property
     def num_seats(self) -> int:
         """For running requests; they are numbered through all lanes."""
         return self.parallel.num_lanes * self.settings.max_batch_requests
@@ -190,10 +195,10 @@ def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Regi
 
 def _rank_decisions(parallel: ParallelFacts, family: Offer[ModelSpec], facts: ModelFacts) -> tuple[Decision, ...]:
     if parallel.num_lanes == 1:
-        ranks, has_latents = parallel.tensor_size, any(layer.latent is not None for layer in facts.layers)
+        ranks = parallel.tensor_size
         reason = f"each head reads all of them; --dp-attention {ranks} in place of --tp holds {ranks} times as many tokens"
         whole = Decision(setting="latents", value="whole on each rank", reason=reason)
-        return (whole,) if ranks > 1 and has_latents and family.spec.lanes else ()
+        return (whole,) if ranks > 1 and facts.has_latents and family.spec.lanes else ()
     experts = "some of the experts each" if parallel.cuts_experts else "a part of every expert each"
     reason = f"each with requests and KV memory of its own; feed-forwards are of all {parallel.num_ranks} ranks, with {experts}"
     return (Decision(setting="lanes", value=str(parallel.num_lanes), reason=reason),)

@@ -105,8 +105,7 @@ def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses:
 
 def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
-    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
-    used: _Used = [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
+    used: _Used = [*op_winners(choice.ops).values(), *(offer for chosen in choice.attentions for offer in chosen.by_role.values())]
     if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
@@ -144,7 +143,7 @@ def _starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> Start
     geometry = parts.pool.geometry
     if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
         return Starts()
-    chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
+    chosen = [*choice.attentions, draft.choice.attention]
     alone, together = (not any(each.plans_late(one=one) for each in chosen) for one in (True, False))
     return Starts(choice.settings.max_graph_requests if together else int(alone), choice.settings.max_model_len)
 

@@ -16,8 +16,6 @@ def create_attn_backend(name: str, context: BackendContext) -> AttnBackend | Non
     if name != NAME:
         return None
     from enginery_attn_cutedsl_mla.kernel import load_kernel
-    from enginery_attn_flashinfer_mla.backend import FlashInferMla
-    from enginery_attn_flashinfer_mla.kernels import FlashInferKernels
-    from enginery_attn_flashinfer_mla.table_backend import TableBackend
+    from enginery_attn_flashinfer_mla.blackwell import beside_flashinfer
 
-    return TableBackend(context, load_kernel(context), FlashInferMla(context, FlashInferKernels))
+    return beside_flashinfer(context, load_kernel(context))

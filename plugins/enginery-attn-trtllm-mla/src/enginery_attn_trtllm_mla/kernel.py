@@ -7,11 +7,12 @@ zero before the first launch, and left so by each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from enginery.api import BackendContext, LatentFacts
+from enginery_attn_flashinfer_mla.blackwell import latent_of
 from enginery_attn_flashinfer_mla.table_backend import Tables
 
 BLOCK_TOKENS: Final = 128
@@ -59,7 +60,6 @@ def load_kernel(context: BackendContext) -> TrtllmDecode:
     return make_kernel(context, trtllm_batch_decode_with_kv_cache_mla)
 
 
-def make_kernel(context: BackendContext, decode: Callable[..., Any]) -> TrtllmDecode:
-    """For the model's MLA layers, which are all alike."""
-    latent = next(layer.latent for layer in context.geometry.layers if layer.latent is not None)
-    return TrtllmDecode(decode, latent, page_size=context.geometry.page_size)
+def make_kernel(context: BackendContext, decode: Callable[..., object]) -> TrtllmDecode:
+    """decode: FlashInfer's function."""
+    return TrtllmDecode(decode, latent_of(context), page_size=context.geometry.page_size)

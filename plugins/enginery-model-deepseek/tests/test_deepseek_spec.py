@@ -194,9 +194,9 @@ def test_a_router_that_cannot_be_served_is_refused(config: dict[str, object], wr
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kv_lora_rank": None}, "None for 'kv_lora_rank'"),
-        ({"v_head_dim": 0}, "0 for 'v_head_dim'"),
-        ({"q_lora_rank": "all"}, "'all' for 'q_lora_rank'"),
+        ({"kv_lora_rank": None}, "no 'kv_lora_rank'"),
+        ({"v_head_dim": 0}, "v_head_dim 0"),
+        ({"q_lora_rank": "all"}, "q_lora_rank 'all'"),
         ({"num_key_value_heads": 8}, "num_key_value_heads 8 and num_attention_heads 16"),
         ({"qk_rope_head_dim": 7}, "rotates 7 of qk_rope_head_dim=7"),
         ({"partial_rotary_factor": 0.5}, "rotates 32 of qk_rope_head_dim=64"),

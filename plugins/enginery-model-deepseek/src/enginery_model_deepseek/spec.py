@@ -23,6 +23,7 @@ from enginery.api import (
     latent_softmax_scale,
     read_decoder_shape,
     read_grouped_experts,
+    read_latents,
     whole_number,
 )
 
@@ -72,12 +73,7 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
         config = {**FLASH_DEFAULTS, **config}
     if is_v3 and not config.get("rope_interleave", True):
         raise CheckpointError("config.json has rope_interleave false; this architecture rotates pairs of neighbouring dims only")
-    latent = LatentFacts(
-        rank=_size(config, "kv_lora_rank"),
-        rope_dim=_size(config, "qk_rope_head_dim"),
-        nope_dim=_size(config, "qk_nope_head_dim"),
-        value_dim=_size(config, "v_head_dim"),
-    )
+    latent = read_latents(config)
     decoder = read_decoder_shape(
         {**config, "head_dim": latent.rope_dim},
         mlp_bias=bool(config.get("mlp_bias", False)) and not is_v3,
@@ -100,7 +96,7 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
     return DeepseekShape(
         decoder=decoder,
         latent=latent,
-        q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"),
+        q_rank=None if config["q_lora_rank"] is None else whole_number(config, "q_lora_rank"),
         scale=latent_softmax_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
         bias=bool(config.get("attention_bias", False)),
     )
@@ -116,14 +112,6 @@ def _experts(config: Mapping[str, Any], *, is_v3: bool) -> MixtureShape | None:
         raise CheckpointError(f"config.json has mlp_layer_types {kinds!r}; it needs 'dense' or 'sparse' for each of {count} layers")
     sparse = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
     return dataclasses.replace(experts, layers=sparse) if sparse else None
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    """A positive whole number."""
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"config.json has {value!r} for {key!r}; this architecture needs a whole number of at least 1")
-    return value
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
@@ -156,11 +144,6 @@ def module_shape(config: Mapping[str, Any]) -> DeepseekShape:
     return dataclasses.replace(whole, decoder=whole.decoder.one_more(num_modules(config)))
 
 
-def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layers behind the last."""
-    return module_shape(config).facts()
-
-
 def build_module(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery_model_deepseek.model import build_module
@@ -181,7 +164,7 @@ MTP: Final = DrafterSpec(
         name="mtp",
         api=(2, 0),
         architectures=("DeepseekV3ForCausalLM", FLASH),
-        describe=describe_module,
+        describe=lambda config: module_shape(config).facts(),
         build=build_module,
         ignored_weights=("*",),  # the model's own
         stacked_weights=ExpertNames().stacked,

@@ -74,11 +74,6 @@ def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     return shape(config).one_more(num_modules(config))
 
 
-def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layers behind the last."""
-    return module_shape(config).facts()
-
-
 def build_module(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery_model_glm.model import build_module
@@ -99,7 +94,7 @@ MTP: Final = DrafterSpec(
         name="mtp",
         api=(2, 0),
         architectures=("Glm4MoeForCausalLM",),
-        describe=describe_module,
+        describe=lambda config: module_shape(config).facts(),
         build=build_module,
         ignored_weights=("*",),  # the model's own
         stacked_weights=ExpertNames().stacked,

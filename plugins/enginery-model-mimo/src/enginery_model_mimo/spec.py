@@ -182,11 +182,6 @@ def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     )
 
 
-def describe_modules(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layers of `model.mtp`."""
-    return module_shape(config).facts()
-
-
 def build_modules(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery_model_mimo.model import build_modules
@@ -210,7 +205,7 @@ MTP: Final = DrafterSpec(
         name="mtp",
         api=(2, 0),
         architectures=("MiMoV2FlashForCausalLM",),
-        describe=describe_modules,
+        describe=lambda config: module_shape(config).facts(),
         build=build_modules,
         ignored_weights=("*",),  # the model's own
         stacked_weights=SINKS,

@@ -190,11 +190,6 @@ def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     return shape(config).one_more(_num_modules(config))
 
 
-def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layers in `mtp`."""
-    return module_shape(config).facts()
-
-
 def build_module(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery_model_qwen.model import build_module
@@ -215,7 +210,7 @@ MTP = DrafterSpec(
         name="mtp",
         api=(2, 0),
         architectures=("Qwen3NextForCausalLM", *DENSE_35, *MOE_35),
-        describe=describe_module,
+        describe=lambda config: module_shape(config).facts(),
         build=build_module,
         ignored_weights=("*",),  # the model's own
         stacked_weights=ExpertNames().stacked,

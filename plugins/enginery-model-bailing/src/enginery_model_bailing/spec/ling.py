@@ -115,11 +115,6 @@ def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     return shape(config).one_more(num_modules(config))
 
 
-def describe_modules(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layers behind the last."""
-    return module_shape(config).facts()
-
-
 def build_modules(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery_model_bailing.ling_model import build_modules
@@ -140,7 +135,7 @@ MTP: Final = DrafterSpec(
         name="mtp",
         api=(2, 0),
         architectures=("BailingMoeV2ForCausalLM",),
-        describe=describe_modules,
+        describe=lambda config: module_shape(config).facts(),
         build=build_modules,
         ignored_weights=("*",),  # the model's own
         stacked_weights=STACKED,

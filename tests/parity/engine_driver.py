@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
 import torch
+from pairwise import EVERYTHING
 from parity.oracle import NUM_GREEDY, GreedyReference, Oracle
 
 from enginery.config.schema import EngineOptions
@@ -16,6 +18,20 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
+from enginery.testing.kits.model_ranks import FolderModel
+
+# How the work of all prompts may be cut up; on a CPU several ways at once.
+CUTS = [
+    {"page_size": 16},
+    {"max_batch_tokens": 7, "page_size": 1},
+    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
+    {"overlap": False},
+]
+TOGETHER = [
+    {"max_batch_tokens": 7, "page_size": 1, "overlap": False},
+    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
+]
+CUT_UP = CUTS if EVERYTHING else TOGETHER
 
 
 class RecordingModel:
@@ -93,3 +109,25 @@ def each_last_logits(registry: Registry, asked: EngineOptions, prompts: Sequence
         drain(engine, {})
         answers.append(recording.latest[-1].float().cpu())
     return answers
+
+
+def assert_last_logits(
+    oracle: Oracle, registry: Registry, prompts: Sequence[list[int]], *, atol: float = 1e-4, **changes: object
+) -> None:
+    """After each of these prompts the engine computes what the oracle does."""
+    for prompt, found in zip(prompts, each_last_logits(registry, options(oracle, **changes), prompts), strict=True):
+        torch.testing.assert_close(found, oracle.logits(prompt)[-1], atol=atol, rtol=0)
+
+
+def assert_ranks(oracle: Oracle, prompt: list[int], **how: object) -> None:
+    """Each rank of a model that is divided so has the oracle's logits of the prompt. how: see `FolderModel.run`."""
+    model, expected = FolderModel(oracle.folder, json.loads((oracle.folder / "config.json").read_text())), oracle.logits(prompt)
+    for answer in model.run(prompt, torch.float32, **how):
+        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+
+
+def rounding_error(oracle: Oracle, registry: Registry, prompt: list[int], dtype: str = "bfloat16", **changes: object) -> float:
+    """How far what the engine computes after the prompt in `dtype` is from the oracle's, as a part of that."""
+    expected = oracle.logits(prompt)[-1]
+    found = last_logits(registry, options(oracle, dtype=dtype, **changes), prompt)
+    return float((found - expected).norm() / expected.norm())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import assert_greedy, generate, last_logits, options, rounding_error
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
@@ -92,7 +92,4 @@ def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     """1 + w is rounded when it is read, and in transformers when it is used."""
-    prompt = oracle.prompts[1]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.04
+    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.04

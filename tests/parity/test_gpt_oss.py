@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import EVERYTHING
-from parity.engine_driver import assert_greedy, drain, generate, greedy, last_logits, options
+from parity.engine_driver import (
+    CUT_UP,
+    assert_greedy,
+    assert_last_logits,
+    assert_ranks,
+    drain,
+    generate,
+    greedy,
+    last_logits,
+    options,
+    rounding_error,
+)
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
@@ -22,7 +32,6 @@ from enginery.engine.engine import Engine
 from enginery.nn import reference_experts
 from enginery.nn.stored import widen
 from enginery.plugin.registry import Registry
-from enginery.testing.kits.model_ranks import FolderModel
 from enginery.testing.rules import SkippedCheck
 
 YARN = dict(
@@ -52,24 +61,10 @@ def test_files_have_the_experts_of_a_layer_in_one_tensor(oracle: Oracle) -> None
 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
-    for prompt in oracle.prompts[:5]:
-        actual = last_logits(registry, options(oracle, max_batch_tokens=16), prompt)
-        torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[:5], max_batch_tokens=16)
 
 
-CUTS = [
-    {"page_size": 16},
-    {"max_batch_tokens": 7, "page_size": 1},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-    {"overlap": False},
-]
-TOGETHER = [
-    {"max_batch_tokens": 7, "page_size": 1, "overlap": False},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-]  # on a CPU several at once
-
-
-@pytest.mark.parametrize("changes", CUTS if EVERYTHING else TOGETHER, ids=str)
+@pytest.mark.parametrize("changes", CUT_UP, ids=str)
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
@@ -85,17 +80,11 @@ def test_a_cached_prompt_gives_the_same_tokens(oracle: Oracle, registry: Registr
 
 @pytest.mark.parametrize(("tensor_size", "num_stages"), [(1, 1), (2, 1), (4, 2)])
 def test_ranks_have_their_parts_of_heads_sinks_and_experts(oracle: Oracle, tensor_size: int, num_stages: int) -> None:
-    model = FolderModel(oracle.folder, json.loads((Path(oracle.folder) / "config.json").read_text()))
-    expected = oracle.logits(oracle.prompts[4])
-    for answer in model.run(oracle.prompts[4], torch.float32, tensor_size=tensor_size, num_stages=num_stages):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    assert_ranks(oracle, oracle.prompts[4], tensor_size=tensor_size, num_stages=num_stages)
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    prompt = oracle.prompts[1]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.06
+    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.06
 
 
 def store_mxfp4(oracle: Oracle, folder: Path) -> Oracle:
@@ -124,9 +113,7 @@ def test_its_files_in_mxfp4_stay_packed_and_give_transformers_tokens(
     packed, registry = store_mxfp4(oracle, tmp_path), Registry.load(blocked=blocked)
     seen = []
     monkeypatch.setattr(reference_experts, "widen", lambda stored, dtype: seen.append(stored) or widen(stored, dtype))
-    prompt = packed.prompts[4]
-    actual = last_logits(registry, options(packed, max_batch_tokens=16), prompt)
-    torch.testing.assert_close(actual, packed.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(packed, registry, packed.prompts[4:5], max_batch_tokens=16)
     assert {stored.values.dtype for stored in seen} == {torch.uint8}
     assert {stored.values.dim() for stored in seen} == {2}, "one expert at a time"
     assert_greedy(packed, generate(Engine.build(options(packed), registry), packed.prompts[:2]), packed.prompts[:2])
@@ -161,24 +148,17 @@ def test_triton_in_its_interpreter_takes_its_experts_as_they_are_stored(
 @pytest.mark.parametrize(("tensor_size", "cuts_experts"), [(1, False), (2, False), (4, False), (2, True)])
 def test_ranks_have_whole_blocks_of_them(oracle: Oracle, tmp_path: Path, tensor_size: int, cuts_experts: bool) -> None:
     packed = store_mxfp4(oracle, tmp_path)
-    model = FolderModel(packed.folder, json.loads((packed.folder / "config.json").read_text()))
-    expected = packed.logits(packed.prompts[4])
-    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=tensor_size, cuts_experts=cuts_experts):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    assert_ranks(packed, packed.prompts[4], tensor_size=tensor_size, cuts_experts=cuts_experts)
 
 
 def test_ranks_share_blocks_that_do_not_divide(write_oracle: Callable[..., Oracle], tmp_path: Path) -> None:
     """Of three, the first of two ranks has one, the other two."""
     odd = GptOssConfig(**{**CONFIG.to_dict(), "intermediate_size": 96})
     packed = store_mxfp4(write_oracle("gpt_oss_of_three_blocks", odd), tmp_path)
-    model = FolderModel(packed.folder, json.loads((packed.folder / "config.json").read_text()))
-    expected = packed.logits(packed.prompts[4])
-    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=2):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    assert_ranks(packed, packed.prompts[4], tensor_size=2)
     with pytest.raises(SkippedCheck, match="experts: 96 in units of 32, which 4 ranks cannot share; 2 ranks can"):
-        model.run(packed.prompts[4], torch.float32, tensor_size=4)
-    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=4, cuts_experts=True):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+        assert_ranks(packed, packed.prompts[4], tensor_size=4)
+    assert_ranks(packed, packed.prompts[4], tensor_size=4, cuts_experts=True)
 
 
 def test_random_weights_in_mxfp4_have_the_size_of_others(oracle: Oracle, tmp_path: Path, registry: Registry) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING, in_turn
-from parity.engine_driver import assert_greedy, each_last_logits, generate, last_logits, options
+from parity.engine_driver import assert_greedy, assert_last_logits, generate, options, rounding_error
 from parity.oracle import LATENT_YARN, Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -96,9 +96,7 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
-    prompts = oracle.prompts[:3]
-    for prompt, answer in zip(prompts, each_last_logits(registry, options(oracle), prompts), strict=True):
-        torch.testing.assert_close(answer, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[:3])
 
 
 CUTS: list[dict[str, object]] = [
@@ -124,10 +122,7 @@ def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    prompt = oracle.prompts[1]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.06
+    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.06
 
 
 def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
@@ -145,9 +140,7 @@ def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
     lists = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
     config |= {"linear_attn_config": lists, "first_k_dense_replace": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt = oracle.prompts[1]
-    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
-    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], model=str(tmp_path))
 
 
 def test_ling_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
@@ -167,15 +160,12 @@ def test_ling_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
     config |= {"num_nextn_predict_layers": 1, "moe_shared_expert_intermediate_size": 32, "expert_swiglu_limit_list": [0] * 4}
     config["rope_parameters"] |= {"partial_rotary_factor": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt = oracle.prompts[1]
-    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
-    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], model=str(tmp_path))
 
 
 def test_latents_of_ling_are_scaled_with_yarn(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
     oracle = write_oracle("ling_3_yarn", type(HYBRIDS["ling_3"])(**LING_3 | {"rope_parameters": LATENT_YARN}))
-    prompt = oracle.prompts[1]
-    torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-5, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], atol=1e-5)
 
 
 @pytest.mark.parametrize("is_text_alone", [False, True])
@@ -191,6 +181,4 @@ def test_qwen3_5_is_read_beside_a_model_for_images(
     text = json.loads((oracle.folder / "config.json").read_text())
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(text if is_text_alone else config))
-    prompt = oracle.prompts[1]
-    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
-    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], model=str(tmp_path))

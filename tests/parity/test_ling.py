@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING, crossed, in_turn
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import assert_greedy, assert_last_logits, assert_ranks, generate, options, rounding_error
 from parity.ling_made import LINGS, write_ling
 from parity.oracle import NUM_GREEDY, Oracle
 from parity.test_moe_parity import prompt_logits
@@ -17,7 +17,6 @@ from parity.test_moe_parity import prompt_logits
 from enginery.checkpoint.files import scan_checkpoint
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.testing.kits.model_ranks import FolderModel
 
 
 @pytest.fixture(scope="session")
@@ -73,17 +72,11 @@ def test_a_cached_prompt_gives_the_same_tokens(oracle: Oracle, registry: Registr
 
 @pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2), (4, 2)] if EVERYTHING else [(4, 2)])
 def test_ranks_have_their_parts_of_what_is_in_one_piece(oracle: Oracle, tensor_size: int, num_stages: int) -> None:
-    model = FolderModel(oracle.folder, json.loads((oracle.folder / "config.json").read_text()))
-    expected = oracle.logits(oracle.prompts[4])
-    for answer in model.run(oracle.prompts[4], torch.float32, tensor_size=tensor_size, num_stages=num_stages):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    assert_ranks(oracle, oracle.prompts[4], tensor_size=tensor_size, num_stages=num_stages)
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    prompt = oracle.prompts[4]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.06
+    assert rounding_error(oracle, registry, oracle.prompts[4]) < 0.06
 
 
 def test_rotated_dims_may_be_stated_in_place_of_the_factor(
@@ -95,5 +88,4 @@ def test_rotated_dims_may_be_stated_in_place_of_the_factor(
     del config["partial_rotary_factor"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_dim": 8}))
     (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
-    actual = last_logits(registry, options(oracle, model=str(tmp_path)), oracle.prompts[4])
-    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4])[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[4:5], model=str(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING, spread
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import assert_greedy, assert_last_logits, generate, last_logits, options
 from parity.oracle import EXPERT_FAMILIES, Oracle, longcat_shape
 from safetensors.torch import load_file, save_file
 from transformers import LongcatFlashConfig
@@ -33,12 +33,6 @@ UNUSED = ("experts.8.", "experts.9.", "experts.10.")  # what transformers stores
 @pytest.fixture
 def oracle(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(FAMILY, EXPERT_FAMILIES[FAMILY])
-
-
-def assert_reads(registry: Registry, oracle: Oracle, folder: Path) -> None:
-    """The model in `folder` is the oracle's."""
-    actual = last_logits(registry, options(oracle, model=str(folder)), oracle.prompts[4])
-    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4])[-1], atol=1e-4, rtol=0)
 
 
 def write_hub(oracle: Oracle, folder: Path) -> dict[str, torch.Tensor]:
@@ -62,7 +56,7 @@ def test_the_hubs_files_are_read(oracle: Oracle, registry: Registry, tmp_path: P
     assert "model.layers.1.mlp.experts.10.gate_proj.weight" in stored
     assert "model.layers.1.mlp.experts.10.down_proj.weight" not in stored
     write_hub(oracle, tmp_path)
-    assert_reads(registry, oracle, tmp_path)
+    assert_last_logits(oracle, registry, oracle.prompts[4:5], model=str(tmp_path))
 
 
 def test_experts_that_transformers_stored_in_one_piece_are_read(oracle: Oracle, registry: Registry, tmp_path: Path) -> None:
@@ -70,7 +64,7 @@ def test_experts_that_transformers_stored_in_one_piece_are_read(oracle: Oracle, 
     stored = scan_checkpoint(tmp_path)
     assert stored["model.layers.0.mlp.experts.gate_up_proj"].shape == (11, 64, 64)
     assert stored["model.layers.0.mlp.experts.down_proj"].shape == (8, 64, 32)
-    assert_reads(registry, oracle, tmp_path)
+    assert_last_logits(oracle, registry, oracle.prompts[4:5], model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +121,7 @@ CHANGED = {
 @pytest.mark.parametrize("name", spread(sorted(CHANGED), 2))
 def test_other_shapes_are_transformers_too(name: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
     oracle = write_oracle(f"{FAMILY}-{name}", LongcatFlashConfig(**longcat_shape(**CHANGED[name])))
-    for prompt in oracle.prompts[3:5]:
-        actual = last_logits(registry, options(oracle, max_batch_tokens=16), prompt)
-        torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[3:5], max_batch_tokens=16)
     some = oracle.prompts[:2]
     assert_greedy(oracle, generate(Engine.build(options(oracle), registry), some), some)
 

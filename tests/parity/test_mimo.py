@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from pairwise import EVERYTHING
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import (
+    CUT_UP,
+    assert_greedy,
+    assert_last_logits,
+    assert_ranks,
+    generate,
+    options,
+    rounding_error,
+)
 from parity.oracle import Oracle, expert_shape, shape
 from transformers import MiMoV2FlashConfig
 
 from enginery.checkpoint.files import scan_checkpoint
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.testing.kits.model_ranks import FolderModel
 
 CONFIG = MiMoV2FlashConfig(
     **shape(
@@ -44,31 +48,16 @@ def test_files_have_the_hubs_names(oracle: Oracle) -> None:
 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
-    for prompt in oracle.prompts[:5]:
-        actual = last_logits(registry, options(oracle, max_batch_tokens=16), prompt)
-        torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[:5], max_batch_tokens=16)
 
 
 def test_the_names_of_transformers_are_read_too(oracle: Oracle, registry: Registry, tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.1.self_attn.sinks" in scan_checkpoint(tmp_path)
-    actual = last_logits(registry, options(oracle, model=str(tmp_path)), oracle.prompts[4])
-    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4])[-1], atol=1e-4, rtol=0)
+    assert_last_logits(oracle, registry, oracle.prompts[4:5], model=str(tmp_path))
 
 
-CUTS = [
-    {"page_size": 16},
-    {"max_batch_tokens": 7, "page_size": 1},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-    {"overlap": False},
-]
-TOGETHER = [
-    {"max_batch_tokens": 7, "page_size": 1, "overlap": False},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-]  # on a CPU several at once
-
-
-@pytest.mark.parametrize("changes", CUTS if EVERYTHING else TOGETHER, ids=str)
+@pytest.mark.parametrize("changes", CUT_UP, ids=str)
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
@@ -84,14 +73,8 @@ def test_a_cached_prompt_gives_the_same_tokens(oracle: Oracle, registry: Registr
 
 @pytest.mark.parametrize(("tensor_size", "num_stages"), [(1, 1), (2, 1), (4, 2)])
 def test_ranks_have_their_parts_of_heads_sinks_and_experts(oracle: Oracle, tensor_size: int, num_stages: int) -> None:
-    model = FolderModel(oracle.folder, json.loads((oracle.folder / "config.json").read_text()))
-    expected = oracle.logits(oracle.prompts[4])
-    for answer in model.run(oracle.prompts[4], torch.float32, tensor_size=tensor_size, num_stages=num_stages):
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    assert_ranks(oracle, oracle.prompts[4], tensor_size=tensor_size, num_stages=num_stages)
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    prompt = oracle.prompts[1]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.06
+    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.06

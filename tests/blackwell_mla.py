@@ -13,32 +13,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from few_checks import few
+import stand_ins
+from stand_ins import StandInSuite, on_the_cpu
 
 from enginery.api import (
     AttnBackendSpec,
-    AttnLayerFacts,
     AttnNeeds,
     BackendContext,
     ChunkPlan,
     Denied,
-    HookGroup,
-    LatentFacts,
     Phase,
     PrefillStrategy,
 )
 from enginery.testing.cases import AttnCase
-from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
-from enginery.testing.subject import Offer, Subject
-from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.subject import Subject
 from enginery.testing.workbench import Workbench
 from enginery_attn_flashinfer_mla.spec import FlashInferMlaOptions
 from enginery_attn_flashinfer_mla.table_backend import TableBackend
 
-LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
-MLA = AttnLayerFacts(num_heads=128, num_kv_heads=1, head_dim=576, latent=LATENT)
+MLA = dataclasses.replace(stand_ins.MLA, num_heads=128)
 NEEDS = AttnNeeds(device="cuda", dtype="bfloat16", kv_dtype="bfloat16", page_size=64, layers=(MLA,), compute_capability=(10, 0))
 
 
@@ -68,32 +62,21 @@ class OnTheCpu:
     page_size: int
 
     def subject(self, options: FlashInferMlaOptions | None = None, **changes: Any) -> Subject:
-        """With the capabilities of the real one, but for the device and changes."""
-        anywhere = {"devices": frozenset({"cpu"}), "min_compute_capability": None, "max_compute_capability": None}
-        can = dataclasses.replace(self.spec.capabilities, **anywhere | changes)
-        spec = dataclasses.replace(self.spec, capabilities=can, refuse_also=lambda needs: [])
-        offer = Offer(spec=spec, group=HookGroup.ATTN_BACKEND, name=spec.name, plugin="", distribution="", version="0")
-        return Subject(offer=offer, create=self.create, device=torch.device("cpu"), options=options, origin={})
+        return on_the_cpu(self.spec, self.create, options, **changes)
 
     def workbench(self, strategy: PrefillStrategy, **options: Any) -> Workbench:
         case = AttnCase(facts=MLA, page_size=64, dtype="bfloat16", strategy=strategy)
         return Workbench(self.subject(FlashInferMlaOptions(**options)), case, num_tokens=1000)
 
 
-class AroundTheReference(AttnBackendSuite):
-    """The kit, but for what is about the kernels."""
+class AroundTheReference(StandInSuite):
+    """The kit, and what all three plan."""
 
     on_the_cpu: ClassVar[OnTheCpu]
 
     @classmethod
     def subject(cls) -> Subject:
         return cls.on_the_cpu.subject(page_sizes=frozenset({cls.on_the_cpu.page_size}))
-
-    @classmethod
-    def checks(cls, subject: Subject) -> list[Check]:
-        """These kernels are for tests alone, and read values."""
-        about_kernels = ("another-process", "attend-reads-nothing")
-        return few([check for check in checks_of(subject) if check.rule.name not in about_kernels])
 
     def test_the_hook_is_called_without_flashinfers_flag(self) -> None:
         bench = self.on_the_cpu.workbench(PrefillStrategy.CHUNKED)

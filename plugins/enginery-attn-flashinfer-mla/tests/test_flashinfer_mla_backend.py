@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from engine.test_graphs import AgainAndAgain
-from few_checks import few
+from stand_ins import LATENT, MLA, StandInSuite, on_the_cpu, plan_that_is_right
 
 from enginery.api import (
-    AttnLayerFacts,
     BackendContext,
     ChunkPlan,
     Denied,
-    HookGroup,
     KVPiece,
     LatentFacts,
     Phase,
@@ -27,60 +25,33 @@ from enginery.api import (
 )
 from enginery.testing.cases import AttnCase
 from enginery.testing.check_plans import verifies_captured
-from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
 from enginery.testing.stage import Turn
-from enginery.testing.subject import Offer, Subject
-from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.subject import Subject
 from enginery.testing.workbench import Workbench
 from enginery_attn_flashinfer_mla import plan
 from enginery_attn_flashinfer_mla.backend import FlashInferMla
 from enginery_attn_flashinfer_mla.spec import FlashInferMlaOptions, make_spec
 from enginery_attn_flashinfer_mla.torch_kernels import TorchKernels
 
-LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
-MLA = AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=576, latent=LATENT)
 ABSORBED, ONE_SHOT, CHUNKED = PrefillStrategy
 
 
-def on_the_cpu(options: FlashInferMlaOptions | None = None) -> Subject:
-    def create(context: BackendContext) -> FlashInferMla:
-        return FlashInferMla(context, TorchKernels)
-
-    spec = make_spec()
-    can = dataclasses.replace(spec.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None)
-    spec = dataclasses.replace(spec, capabilities=can, refuse_also=lambda needs: [])
-    offer = Offer(spec=spec, group=HookGroup.ATTN_BACKEND, name=spec.name, plugin="", distribution="", version="0")
-    return Subject(offer=offer, create=create, device=torch.device("cpu"), options=options, origin={})
+def create(context: BackendContext) -> FlashInferMla:
+    return FlashInferMla(context, TorchKernels)
 
 
-class TestOnTorchKernels(AttnBackendSuite):
+class TestOnTorchKernels(StandInSuite):
     backend = "flashinfer-mla"
 
     @classmethod
     def subject(cls) -> Subject:
-        """With the capabilities of the real one, but for the device."""
-        return on_the_cpu()
-
-    @classmethod
-    def checks(cls, subject: Subject) -> list[Check]:
-        """All but those that are about the kernels."""
-        about_kernels = ("another-process", "attend-reads-nothing")
-        return few([check for check in checks_of(subject) if check.rule.name not in about_kernels])
+        return on_the_cpu(make_spec(), create)
 
 
 def made(strategy: PrefillStrategy | None = None, *, latent: LatentFacts = LATENT, **options: Any) -> Workbench:
     case = AttnCase(facts=dataclasses.replace(MLA, latent=latent), page_size=4, dtype="bfloat16", strategy=strategy)
-    return Workbench(on_the_cpu(FlashInferMlaOptions(**options)), case, num_tokens=2000)
-
-
-def check(bench: Workbench, lengths: list[tuple[int, int]], phase: Phase) -> Any:
-    """The plan under which results are right."""
-    turns = bench.turns(lengths)
-    batch = bench.batch(turns, phase)
-    batch = bench.relay.plan(batch)
-    compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{lengths}")
-    return batch.plan
+    return Workbench(on_the_cpu(make_spec(), create, FlashInferMlaOptions(**options)), case, num_tokens=2000)
 
 
 def strategies(planned: Any) -> set[str]:
@@ -93,8 +64,8 @@ PROMPTS = [(0, 9), (31, 6), (50, 3), (0, 1)]
 @pytest.mark.parametrize("strategy", PrefillStrategy)
 def test_a_leaf_that_skips_prefills_has_no_wrappers_for_them_and_absorbs(strategy) -> None:
     bench = made(strategy, skip_prefill=True)
-    assert strategies(check(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
-    check(bench, [(5, 1), (90, 1)], Phase.DECODE)
+    assert strategies(plan_that_is_right(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
+    plan_that_is_right(bench, [(5, 1), (90, 1)], Phase.DECODE)
     assert not bench.backend.planner.wrappers().ragged._free
     answer = asked(bench)
     assert isinstance(answer, Denied)
@@ -123,9 +94,9 @@ def asked(bench: Workbench) -> ChunkPlan | Denied:
 
 def test_with_chunks_switched_off_a_cached_prefix_is_absorbed_and_other_prefills_are_ragged() -> None:
     bench = made(CHUNKED, chunked_prefix=False)
-    assert strategies(check(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
-    assert strategies(check(bench, [(0, 9), (0, 30)], Phase.PREFILL)) == {"chunked"}
-    assert strategies(check(made(ONE_SHOT, chunked_prefix=False), PROMPTS, Phase.PREFILL)) == {"one-shot"}
+    assert strategies(plan_that_is_right(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
+    assert strategies(plan_that_is_right(bench, [(0, 9), (0, 30)], Phase.PREFILL)) == {"chunked"}
+    assert strategies(plan_that_is_right(made(ONE_SHOT, chunked_prefix=False), PROMPTS, Phase.PREFILL)) == {"one-shot"}
     answer = asked(bench)
     assert isinstance(answer, Denied)
     assert "chunked_prefix" in answer.reason
@@ -134,14 +105,14 @@ def test_with_chunks_switched_off_a_cached_prefix_is_absorbed_and_other_prefills
 
 def test_a_pass_over_the_steps_own_tokens_is_planned_where_it_is_run() -> None:
     for strategy, pieces in ((ONE_SHOT, 1), (CHUNKED, 1 + 5)):  # of 8 tokens of each request
-        planned = check(made(strategy), [(0, 9), (33, 6), (2, 3)], Phase.PREFILL)
+        planned = plan_that_is_right(made(strategy), [(0, 9), (33, 6), (2, 3)], Phase.PREFILL)
         assert [len(part.chunk_plan.pieces) for part in planned.parts] == [pieces]
 
 
 def test_dims_that_have_no_ragged_kernels_are_absorbed() -> None:
     glm = dataclasses.replace(LATENT, nope_dim=192, value_dim=256)
     bench = made(CHUNKED, latent=glm)
-    assert strategies(check(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
+    assert strategies(plan_that_is_right(bench, PROMPTS, Phase.PREFILL)) == {"absorbed"}
     answer = asked(bench)
     assert isinstance(answer, Denied)
     assert "(256, 256)" in answer.reason
@@ -151,7 +122,7 @@ def test_more_rows_than_flashinfer_can_plan_are_planned_in_parts(monkeypatch) ->
     monkeypatch.setattr(plan, "MAX_ITEMS", 10)
     bench = made()
     assert bench.backend.planner.max_rows == 10 * 64 // 68
-    planned = check(bench, [(3, 5), (0, 1), (7, 20), (40, 2), (0, 0), (1, 4)], Phase.PREFILL)
+    planned = plan_that_is_right(bench, [(3, 5), (0, 1), (7, 20), (40, 2), (0, 0), (1, 4)], Phase.PREFILL)
     assert [part.rows for part in planned.parts] == [slice(0, 9), slice(9, 18), slice(18, 27), slice(27, 32)]
     assert [part.wrapper.item.q_lens for part in planned.parts] == [[5, 1, 3], [9], [8, 1], [1, 4]]
     assert [part.wrapper.item.kv_lens for part in planned.parts] == [[8, 1, 10], [19], [27, 41], [42, 5]]

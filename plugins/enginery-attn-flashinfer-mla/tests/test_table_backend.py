@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import Any
 
 import pytest
 import torch
+from stand_ins import MLA, on_the_cpu, plan_that_is_right
 
 from enginery.api import (
-    AttnLayerFacts,
     BackendContext,
     ChunkPlan,
     Denied,
-    HookGroup,
-    LatentFacts,
     Phase,
     PrefillStrategy,
     StalePlan,
@@ -24,15 +21,12 @@ from enginery.api import (
 from enginery.kv.arena import DeviceArena
 from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
-from enginery.testing.subject import Offer, Subject
 from enginery.testing.workbench import Workbench
 from enginery_attn_flashinfer_mla.backend import FlashInferMla
 from enginery_attn_flashinfer_mla.spec import FlashInferMlaOptions, blackwell_spec
 from enginery_attn_flashinfer_mla.table_backend import TableBackend, Tables, Workspaces
 from enginery_attn_flashinfer_mla.torch_kernels import TorchKernels, attend_table
 
-LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
-MLA = AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=576, latent=LATENT)
 ABSORBED, ONE_SHOT, CHUNKED = PrefillStrategy
 
 
@@ -71,36 +65,18 @@ def made(strategy: PrefillStrategy | None = None, **options: Any) -> Workbench:
         heads=frozenset({4}),
         modules={},
     )
-    can = dataclasses.replace(spec.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None)
-    offer = Offer(
-        spec=dataclasses.replace(spec, capabilities=can, refuse_also=lambda needs: []),
-        group=HookGroup.ATTN_BACKEND,
-        name=spec.name,
-        plugin="",
-        distribution="",
-        version="0",
-    )
-    subject = Subject(offer=offer, create=create, device=torch.device("cpu"), options=FlashInferMlaOptions(**options), origin={})
+    subject = on_the_cpu(spec, create, FlashInferMlaOptions(**options))
     return Workbench(subject, AttnCase(facts=MLA, page_size=32, dtype="bfloat16", strategy=strategy), num_tokens=4000)
-
-
-def check(bench: Workbench, lengths: list[tuple[int, int]], phase: Phase) -> Any:
-    """The plan under which results are right."""
-    turns = bench.turns(lengths)
-    batch = bench.batch(turns, phase)
-    batch = bench.relay.plan(batch)
-    compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{lengths}")
-    return batch.plan
 
 
 def test_single_rows_at_the_front_are_decoded_by_the_kernel_and_others_beside_it() -> None:
     bench = made()
-    planned = check(bench, [(5, 1), (200, 1), (0, 1), (40, 3), (9, 1), (0, 2)], Phase.MIXED)
+    planned = plan_that_is_right(bench, [(5, 1), (200, 1), (0, 1), (40, 3), (9, 1), (0, 2)], Phase.MIXED)
     assert planned.tables.lens.tolist() == [6, 201, 1]
     assert planned.tables.longest == 201
     assert [part.rows for part in planned.parts] == [slice(3, 9)]
     assert bench.backend.kernel.widths == [(3, 8)]
-    only_others = check(bench, [(3, 4)], Phase.PREFILL)
+    only_others = plan_that_is_right(bench, [(3, 4)], Phase.PREFILL)
     assert only_others.tables is None
     assert bench.backend.kernel.widths == [(3, 8)]
 
@@ -118,7 +94,7 @@ def test_what_lies_past_a_request_in_the_page_table_is_not_shown_to_the_kernel()
 @pytest.mark.parametrize("strategy", PrefillStrategy)
 def test_prefills_run_by_every_strategy_beside_the_kernel(strategy) -> None:
     bench = made(strategy)
-    planned = check(bench, [(0, 9), (31, 6), (50, 3), (0, 1)], Phase.PREFILL)
+    planned = plan_that_is_right(bench, [(0, 9), (31, 6), (50, 3), (0, 1)], Phase.PREFILL)
     assert {part.strategy if "strategy" in vars(part) else ABSORBED for part in planned.parts} == {strategy}
     assert bench.backend.kernel.widths == []
 
@@ -137,8 +113,8 @@ def test_the_hook_has_no_flag_of_flashinfer_and_is_called_without_it() -> None:
 @pytest.mark.parametrize("strategy", PrefillStrategy)
 def test_without_prefill_kernels_it_decodes_and_absorbs(strategy) -> None:
     bench = made(strategy, skip_prefill=True)
-    check(bench, [(0, 9), (31, 6)], Phase.PREFILL)
-    check(bench, [(31, 1), (77, 1)], Phase.DECODE)
+    plan_that_is_right(bench, [(0, 9), (31, 6)], Phase.PREFILL)
+    plan_that_is_right(bench, [(31, 1), (77, 1)], Phase.DECODE)
     denied = answer(bench, disable_ragged=False)
     assert isinstance(denied, Denied)
     assert "skip_prefill" in denied.reason
@@ -147,7 +123,7 @@ def test_without_prefill_kernels_it_decodes_and_absorbs(strategy) -> None:
 
 @pytest.mark.parametrize("strategy", PrefillStrategy)
 def test_without_chunks_of_a_cached_prefix_results_are_the_same(strategy) -> None:
-    check(made(strategy, chunked_prefix=False), [(0, 9), (31, 6), (50, 3)], Phase.PREFILL)
+    plan_that_is_right(made(strategy, chunked_prefix=False), [(0, 9), (31, 6), (50, 3)], Phase.PREFILL)
 
 
 def test_a_captured_plan_reads_what_was_refreshed_last() -> None:

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 from engine.test_graphs import AgainAndAgain
+from stand_ins import StandInSuite, on_the_cpu
 from torch_kernels import TorchKernels, TorchWrapper
 
-from enginery.api import AttnLayerFacts, BackendContext, ForwardBatch, HookGroup, Phase, PlanKey, StalePlan, Unsupported
+from enginery.api import AttnLayerFacts, BackendContext, ForwardBatch, Phase, PlanKey, StalePlan, Unsupported
 from enginery.kv.arena import DeviceArena
 from enginery.testing.cases import AttnCase
 from enginery.testing.check_plans import verifies_captured
-from enginery.testing.conformance import Check
 from enginery.testing.rules import compare
-from enginery.testing.subject import Offer, Subject
-from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.subject import Subject
 from enginery.testing.workbench import Workbench
 from enginery_attn_flashinfer.backend import FlashInferAttention
 from enginery_attn_flashinfer.contract import KernelSettings
@@ -34,45 +33,35 @@ from enginery_attn_flashinfer.spec import FlashInferOptions, make_spec
 GQA = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
 
 
-def on_the_cpu(*, copies_always: bool = False) -> Subject:
+def subject(*, copies_always: bool = False) -> Subject:
     def create(context: BackendContext) -> FlashInferAttention:
         backend = FlashInferAttention(context, TorchKernels)
         if copies_always:
             backend.planner.prefill.least_readers = 0
         return backend
 
-    spec = make_spec()
-    can = dataclasses.replace(spec.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None)
-    spec = dataclasses.replace(spec, capabilities=can, refuse_also=lambda needs: [], options=None)
-    offer = Offer(spec=spec, group=HookGroup.ATTN_BACKEND, name=spec.name, plugin="", distribution="", version="0")
-    return Subject(offer=offer, create=create, device=torch.device("cpu"), options=None, origin={})
+    return on_the_cpu(dataclasses.replace(make_spec(), options=None), create)
 
 
-class TestOnTorchKernels(AttnBackendSuite):
+class TestOnTorchKernels(StandInSuite):
     backend = "flashinfer"
+    everything = True
 
     @classmethod
     def subject(cls) -> Subject:
-        """With the capabilities of the real one, but for the device."""
-        return on_the_cpu()
-
-    def test_rule(self, subject_of_kit: Subject, check: Check) -> None:
-        """All but those that are about the kernels."""
-        if check.rule.name in ("another-process", "attend-reads-nothing"):
-            pytest.skip("these kernels are in the tests alone, and read values")
-        super().test_rule(subject_of_kit, check)
+        return subject()
 
 
 class TestCopiedPagesOnTorchKernels(TestOnTorchKernels):
     @classmethod
     def subject(cls) -> Subject:
         """Whose prefills after cached tokens copy pages first, however few rows there are."""
-        return on_the_cpu(copies_always=True)
+        return subject(copies_always=True)
 
 
 def made(facts: AttnLayerFacts = GQA, *, copies_always: bool = False, **options: int) -> Workbench:
     case = AttnCase(facts=facts, page_size=4, dtype="bfloat16")
-    return Workbench(on_the_cpu(copies_always=copies_always), case, num_tokens=4000, options=FlashInferOptions(**options))
+    return Workbench(subject(copies_always=copies_always), case, num_tokens=4000, options=FlashInferOptions(**options))
 
 
 def sharing_turns(bench: Workbench, *, pages: int, lengths: Sequence[int]) -> list:
@@ -278,7 +267,7 @@ def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:
 
 def test_options_that_the_device_or_the_model_does_not_allow_are_refused() -> None:
     with pytest.raises(Unsupported, match="prefill=fa3 is for compute capability 9"):
-        Workbench(on_the_cpu(), AttnCase(facts=GQA, page_size=4, dtype="bfloat16"), options=FlashInferOptions(prefill="fa3"))
+        Workbench(subject(), AttnCase(facts=GQA, page_size=4, dtype="bfloat16"), options=FlashInferOptions(prefill="fa3"))
     with pytest.raises(Unsupported, match="workspace_mb allows 1"):
         made(workspace_mb=1).relay.ask("init_graph_state", max_batch_size=4096, max_num_tokens=4096)
 

@@ -240,7 +240,8 @@ def test_verifications_of_whose_requests_the_device_finds_where_they_begin(
 
     def starts(target: AttentionChoice, own: AttentionChoice, first: AttentionChoice | None = None) -> tuple[int, int]:
         settings = SimpleNamespace(max_graph_requests=64, max_model_len=4096)
-        choice = SimpleNamespace(attention=target, first_attention=first, settings=settings, parallel=SimpleNamespace(num_ranks=1))
+        attentions = [each for each in (target, first) if each is not None]
+        choice = SimpleNamespace(attentions=attentions, settings=settings, parallel=SimpleNamespace(num_ranks=1))
         draft = SimpleNamespace(choice=SimpleNamespace(attention=own))
         return _starts(choice, SimpleNamespace(pool=SimpleNamespace(geometry=geometry)), draft)  # type: ignore[arg-type]
 

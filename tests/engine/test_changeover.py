@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import quick_processes
+from installed import install
 from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
@@ -73,12 +74,10 @@ PROMPTS = ([5, 6, 7, 8], [300, 9], list(range(20, 90)))
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Installed for this process and its children. Returns its folder, where `go` lets its compiler finish."""
-    package, info = tmp_path / "slow_attention", tmp_path / "slow_attention-1.0.dist-info"
+    package = tmp_path / "slow_attention"
     package.mkdir()
-    info.mkdir()
     (package / "__init__.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-attention\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nslow = slow_attention\n")
+    install(tmp_path, "slow-attention", "slow_attention", name="slow")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     yield package

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from installed import install
 from parity.engine_driver import generate
 
 from enginery.config.schema import EngineOptions
@@ -55,12 +56,7 @@ def create_attn_backend(name, context):
 @pytest.fixture
 def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A distribution with two wrong backends, found like any other."""
-    package, info = tmp_path / "wrong_plugin", tmp_path / "wrong_plugin-1.0.dist-info"
-    package.mkdir()
-    info.mkdir()
-    (package / "__init__.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nwrong = wrong_plugin\n")
+    install(tmp_path, "wrong-plugin", "wrong_plugin", PLUGIN, name="wrong")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("wrong_plugin")
     monkeypatch.undo()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from installed import install
 
 from enginery.config.schema import EngineOptions
 from enginery.engine.build import build_parts
@@ -67,13 +68,7 @@ def create_attn_backend(name, context):
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A distribution with a coordinator and a backend, found like any other."""
-    package = tmp_path / "watching_plugin"
-    package.mkdir()
-    (package / "__init__.py").write_text(PLUGIN)
-    info = tmp_path / "watching_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: watching-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nwatching = watching_plugin\n")
+    install(tmp_path, "watching-plugin", "watching_plugin", PLUGIN, name="watching")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("watching_plugin")
     yield module

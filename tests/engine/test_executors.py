@@ -10,6 +10,7 @@ import psutil
 import pytest
 import zmq
 from engine.rank_pair import request, serve
+from installed import install
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import LaunchPlan
@@ -43,12 +44,7 @@ def register_executors():
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """With a plugin that is installed: ranks find it by its entry point as this process does."""
-    package, info = tmp_path / "placing_plugin", tmp_path / "placing-1.0.dist-info"
-    package.mkdir()
-    (package / "__init__.py").write_text(PLUGIN)
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: placing\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nplacing = placing_plugin\n")
+    install(tmp_path, "placing", "placing_plugin", PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return Registry.load()

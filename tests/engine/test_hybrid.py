@@ -22,6 +22,7 @@ import pytest
 import torch
 from engine.hybrid_model import BatchAndFlag, BatchOnly, WithoutHook
 from engine.hybrid_reference import HybridOracle, write_hybrid
+from installed import install
 from pairwise import EVERYTHING, crossed, in_turn, pairwise, spread
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy
 from parity.oracle import NUM_GREEDY
@@ -50,10 +51,7 @@ SHORT = 0  # that of 5
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The test model as an installed distribution."""
     folder = tmp_path_factory.mktemp("site")
-    info = folder / "enginery_hybrid-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-hybrid\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nhybrid = engine.hybrid_model\n")
+    install(folder, "enginery-hybrid", "engine.hybrid_model", name="hybrid")
     return folder
 
 

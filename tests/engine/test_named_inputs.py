@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine.test_graphs import with_graphs
 from engine.test_piecewise_graphs import with_pieces
+from installed import install
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import FAMILIES, Oracle
 
@@ -76,12 +77,10 @@ def register_models() -> list[ModelSpec]:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    info = tmp_path_factory.mktemp("site") / "enginery_shifted-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-shifted\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nshifted = engine.test_named_inputs\n")
+    site = tmp_path_factory.mktemp("site")
+    install(site, "enginery-shifted", "engine.test_named_inputs", name="shifted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(info.parent))
+        patch.syspath_prepend(str(site))
         yield Registry.load()
 
 

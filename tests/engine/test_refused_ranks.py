@@ -13,6 +13,7 @@ import noise
 import pytest
 from engine import joined_members
 from engine.joined_members import OPTIONS, Member, in_background, listening, options
+from installed import install
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
@@ -43,16 +44,13 @@ def test_other_plugins_on_another_host_are_refused_before_weights(
     key_file: Path, tmp_path: Path, members: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is installed here alone."""
-    (tmp_path / "only_here.py").write_text(
+    code = (
         "from enginery.api import SchedulePolicySpec, hookimpl\n"
         "@hookimpl\n"
         "def register_schedule_policies():\n"
         "    return [SchedulePolicySpec(name='here', api=(2, 0), key=lambda request: (0.0,), summary='')]\n"
     )
-    info = tmp_path / "only-here-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: only-here\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nonly-here = only_here\n")
+    install(tmp_path, "only-here", "only_here", code)
     monkeypatch.syspath_prepend(str(tmp_path))
     asked = options(key_file)
     members.append(Member(str(asked.listen), key_file))

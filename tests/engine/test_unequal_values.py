@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from installed import install
 from pairwise import pairwise
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import Oracle, randomise, shape
@@ -41,12 +42,10 @@ def register_models() -> list[ModelSpec]:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    info = tmp_path_factory.mktemp("site") / "enginery_narrow-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-narrow\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nnarrow = engine.test_unequal_values\n")
+    site = tmp_path_factory.mktemp("site")
+    install(site, "enginery-narrow", "engine.test_unequal_values", name="narrow")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(info.parent))
+        patch.syspath_prepend(str(site))
         yield Registry.load()
 
 

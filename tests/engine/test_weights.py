@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.pieces_made import piece
+from installed import install
 from safetensors.torch import save_file
 
 from enginery.checkpoint.files import scan_checkpoint, unstack
@@ -360,11 +361,7 @@ def register_models():
 def test_a_second_family_for_an_architecture_stops_nobody_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, priority: int, chosen: str
 ) -> None:
-    (tmp_path / "second_family.py").write_text(SECOND_FAMILY.format(priority=priority))
-    info = tmp_path / "second_family-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: second-family\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\nsecond-family = second_family\n")
+    install(tmp_path, "second-family", "second_family", SECOND_FAMILY.format(priority=priority))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "second_family", raising=False)
     registry = Registry.load()

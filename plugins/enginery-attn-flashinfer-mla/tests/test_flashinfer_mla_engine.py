@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import install
 
 from enginery import LLM, SamplingParams
 
@@ -85,11 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was planned of ragged pieces, by a plugin that is installed for this test."""
-    (tmp_path / "mla_on_torch.py").write_text(PLUGIN)
-    info = tmp_path / "enginery_mla_on_torch-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-mla-on-torch\nVersion: 0.1.0\nRequires-Dist: enginery\n")
-    (info / "entry_points.txt").write_text("[enginery]\nmla-on-torch = mla_on_torch\n")
+    install(tmp_path, "mla-on-torch", "mla_on_torch", PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     import mla_on_torch
 

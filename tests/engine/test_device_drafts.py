@@ -82,7 +82,7 @@ def captured(
 
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
-    capture, geometry = AgainAndAgain(), parts.geometry
+    capture, geometry = AgainAndAgain(), parts.step.pool.geometry
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
     if parts.draft_model is not None and parts.draft_model.can_be_captured:

@@ -79,7 +79,7 @@ def test_stages_run_the_same_steps_and_pass_on_what_these_need(write_oracle: Cal
     with ThreadPoolExecutor(3) as pool:
         ranks = [done.result(timeout=60) for done in [pool.submit(warm_rank, rank) for rank in range(3)]]
     for parts in ranks:
-        scratch = [parts.step.pool.layer(LocalLayerId(layer))[0][-1] for layer in range(len(parts.geometry.layers))]
+        scratch = [parts.step.pool.layer(LocalLayerId(layer))[0][-1] for layer in range(len(parts.step.pool.geometry.layers))]
         assert scratch
         assert all(page.any() for page in scratch)
 
@@ -129,7 +129,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[ForwardBatch]:
     """Prefills, decoding and mixed steps at random, some of whose requests begin alike, at any place in memory."""
-    chance, geometry = random.Random(0), parts.geometry
+    chance, geometry = random.Random(0), parts.step.pool.geometry
     for _ in range(150 if EVERYTHING else 60):
         phase = chance.choice([Phase.PREFILL, Phase.DECODE, Phase.MIXED])
         num_decode = 0 if phase is Phase.PREFILL else chance.choice([1, 2, 3, 17, 63, 64, most - 3])

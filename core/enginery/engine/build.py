@@ -22,7 +22,7 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
-from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
+from enginery.contracts.attention import CoordinatorContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.ops import OpTable
@@ -83,10 +83,6 @@ class BuiltParts:
     changeover: Changeover | None
     draft_model: DraftModel | None
     phases_s: Mapping[str, float]
-
-    @property
-    def geometry(self) -> KVGeometry:
-        return self.step.pool.geometry
 
     def facts(self) -> EngineFacts:
         choice, memory = self.choice, self.memory
@@ -196,7 +192,7 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
     if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
         graphs.buffers = graphs.buffers._replace(forced=forced)
         captured = captured._replace(graphs=graphs.over(parts.step.relay))
-    tables, model, siblings = PageTables(parts.geometry), parts.draft_model, parts.choice.draft_siblings
+    tables, model, siblings = PageTables(parts.step.pool.geometry), parts.draft_model, parts.choice.draft_siblings
     return Runner(parts.step, tables=tables, captured=captured, draft_model=model, forced=forced, siblings=siblings)
 
 

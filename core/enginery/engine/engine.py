@@ -286,7 +286,7 @@ class Engine:
         self.meter.arrived(step, output, at)
         if self._recorder is not None:
             self._recorder.add(step, requests, output, running.guesses)
-        if cuts and self._drafting is not None:
+        if self._drafting is not None:
             self._drafting.stop(requests[index] for index in cuts)
         outputs = self._scheduler.complete(step, output, refused)
         self._made.keep(None if running.guesses is None else _made_of(running.guesses, running.sampling, requests))

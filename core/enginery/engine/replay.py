@@ -83,7 +83,7 @@ class Replica:
     def __init__(self, parts: BuiltParts) -> None:
         self.name = parts.choice.attention.name
         self.dtype = parts.choice.settings.dtype
-        self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
+        self._runner = Runner(parts.step, tables=PageTables(parts.step.pool.geometry), captured=Captured())
         self._calls: list[Wrote] = []
         self.socket = parts.step.socket
         self.socket.on_written = lambda call: self._calls.append(Wrote(call.layer.global_id, call.out.clone()))

@@ -133,8 +133,7 @@ class BatchPlanner:
             if request.num_computed + 1 + len(drafts) > len(request.kv.pages) * size:
                 if not self._find_room(request, 1):
                     continue
-                while drafts and not self._is_room(request, 1 + len(drafts)):  # nobody is preempted for a guess
-                    drafts = drafts[:-1]
+                drafts = self._drafts_with_room(request, drafts)
                 self._take_pages(request, 1 + len(drafts))
             chosen.append((request, drafts))
         self._add_drafts(chosen)
@@ -148,6 +147,12 @@ class BatchPlanner:
                 self._step.add_drafts(request, drafts)
             else:
                 self._step.add(request, 1)
+
+    def _drafts_with_room(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        """Of these those whose pages are there: nobody is preempted for a guess."""
+        while drafts and not self._is_room(request, 1 + len(drafts)):
+            drafts = drafts[:-1]
+        return drafts
 
     def _schedule_chunk(self, request: Request) -> None:
         if not self._budget or request.status is not RequestStatus.RUNNING:

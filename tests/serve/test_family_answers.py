@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from family_templates_made import FAMILIES
+from core.text.family_templates_made import FAMILIES
 
 from enginery.contracts.parsers import ArgumentsText, ContentText, ParserFacts, ReasoningText, Tool, ToolCallBegun, ToolCallEnded
 from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader
+from enginery.text.template import ChatTemplate
 from enginery_parsers import register_parsers
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How is it?"}]
@@ -44,6 +45,14 @@ EXPECTED: dict[str, tuple[str, str | None, dict[str, object], str]] = {
 }
 SWITCHES: list[dict[str, object]] = [{}, {"enable_thinking": False}]
 FORGETS = {*("nemotron", "kimi"), *(name for name, (_, reasoning, _, _) in EXPECTED.items() if not reasoning)}  # some thoughts
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[dict[str, ChatTemplate]]:
+    made = {name: ChatTemplate(source, variables={"bos_token": "<s>"}) for name, source in FAMILIES.items()}
+    yield made
+    for template in made.values():
+        template.close()
 
 
 def answer(*, thought: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, object]:
@@ -102,10 +111,10 @@ def test_a_checkpoint_gets_its_parsers(name):
     ],
     ids=["all", "a call", "no call"],
 )
-def test_an_answer_as_the_template_writes_it_is_read_back(name, said, ours):
+def test_an_answer_as_the_template_writes_it_is_read_back(name, said, templates):
     variables, end = EXPECTED[name][2:]
-    whole = ours(FAMILIES[name], [*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
-    prompts = [ours(FAMILIES[name], ASKED, tools=TOOLS, variables=variables, switches=switches) for switches in SWITCHES]
+    whole = templates[name].render([*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
+    prompts = [templates[name].render(ASKED, tools=TOOLS, variables=variables, switches=switches) for switches in SWITCHES]
     prompt = next((prompt for prompt in prompts if whole.startswith(prompt)), prompts[0].removesuffix("<think>\n"))
     assert whole.startswith(prompt)
     text = whole.removeprefix(prompt).rstrip("\n").removesuffix(end)
@@ -119,12 +128,12 @@ def test_an_answer_as_the_template_writes_it_is_read_back(name, said, ours):
 
 @pytest.mark.parametrize("name", [name for name, (_, reasoning, _, _) in EXPECTED.items() if reasoning and name != "nemotron"])
 @pytest.mark.parametrize("closes", ["never", "behind"])
-def test_calls_in_reasoning_that_nothing_follows_are_calls(name, closes, ours):
+def test_calls_in_reasoning_that_nothing_follows_are_calls(name, closes, templates):
     """MiMo, Qwen and Kimi write such, and the client would get an empty answer. A strict tool's call followed no grammar."""
     variables, end = EXPECTED[name][2:]
     said = {"thought": "Let me see.", "content": "", "calls": CALLS}
-    prompt = ours(FAMILIES[name], ASKED, tools=TOOLS, variables=variables)
-    whole = ours(FAMILIES[name], [*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
+    prompt = templates[name].render(ASKED, tools=TOOLS, variables=variables)
+    whole = templates[name].render([*ASKED, answer(**said)], tools=TOOLS, variables=variables, add_generation_prompt=False)
     close = "</longcat_think>" if "longcat" in name else "</think>"
     text = whole.removeprefix(prompt).rstrip("\n").removesuffix(end).replace(close, "", 1) + (close if closes == "behind" else "")
     for pieces in ([text], [*text, ""]):

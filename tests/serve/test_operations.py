@@ -306,6 +306,7 @@ def test_https_is_served_with_a_certificate(folder, tmp_path):
         ({"admin_keys": ("  ",)}, "a key is empty"),
         ({"api_keys": ("a b",)}, "characters that no header carries"),
         ({"admin_keys": ("ü",)}, "characters that no header carries"),
+        ({"api_keys": ("a", "b"), "admin_keys": ("b",)}, "a client's .--api-key. and an administrator's .--admin-key."),
         ({"log_level": "loud"}, "debug, info, warning, error"),
         ({"ssl_keyfile": "x"}, "without --ssl-certfile"),
         ({"ssl_certfile": __file__}, "cannot be used: .*; it must be PEM"),

@@ -57,6 +57,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for key in (*self.api_keys, *self.admin_keys):
             _check_key(key)
+        if {*self.api_keys} & {*self.admin_keys}:
+            raise ConfigError("a key is a client's (--api-key) and an administrator's (--admin-key); make another for one of them")
         if self.log_level not in LEVELS:
             raise ConfigError(f"--log-level {self.log_level} is unknown; there are {', '.join(LEVELS)}")
         for origin in self.allow_origins:

@@ -232,7 +232,7 @@ def test_as_many_guesses_are_right_as_on_a_cpu(registry: Registry, *, mesh: str,
     asked = dataclasses.replace(by_itself(**changes), draft_length=length)
     here = Engine.build(asked, registry)
     expected, wanted = serve(here, requests), here.meter.stats().drafts
-    assert wanted.accepted > 5
+    assert wanted.accepted > 3
     with on_cuda(dataclasses.replace(asked, **MESHES[mesh]), registry) as (engine, devices):
         replayed = replayed_by(engine) if "graphs" not in changes else []
         assert_equal(serve(engine, requests), expected)

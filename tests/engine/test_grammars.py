@@ -27,6 +27,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineClient
+from enginery.serve.engine.outputs import Sent, generate
 
 NOISE: dict[str, Any] = {**noise.OPTIONS, "device": "cpu"}
 PROMPT = tuple(range(10, 30))
@@ -258,7 +259,7 @@ def test_a_grammar_travels_between_processes() -> None:
 
 
 async def _ask(client: EngineClient, grammar: Grammar) -> list[int]:
-    async with client.generate([asked("a", grammar)]) as outputs:
+    async with generate([Sent(client, asked("a", grammar))]) as outputs:
         return [token async for output in outputs for token in output.token_ids]
 
 

@@ -131,7 +131,7 @@ class DraftLength:
     def of(self, num_requests: int) -> int:
         """For the next step of so many requests."""
         if self.fixed is not None or not num_requests:
-            return self.most if 2 * num_requests <= self._most_rows else 0
+            return min(self.most, max(1, (self._most_rows // max(1, num_requests) - 1) // (1 + self._siblings)))
         load = self._load(num_requests)
         return load.length if load.trial is None else load.trial
 

@@ -308,6 +308,8 @@ def test_tokens_of_a_verification() -> None:
     assert length.told_each_step(3) == pytest.approx(2, abs=0.01)
 
 
-def test_nothing_is_guessed_for_more_requests_than_have_a_row_for_a_guess_of_each() -> None:
-    length = DraftLength(4, fixed=4, most_rows=64)
-    assert [length.of(count) for count in (1, 12, 32, 33, 64)] == [4, 4, 4, 0, 0]
+def test_of_a_fixed_number_those_are_guessed_that_have_rows_and_one_to_keep_track() -> None:
+    lengths = [DraftLength(4, fixed=4, most_rows=64, siblings=siblings) for siblings in (0, 1)]
+    told = [[length.of(count) for count in (0, 1, 12, 16, 32, 64)] for length in lengths]
+    assert told == [[4, 4, 4, 3, 1, 1], [4, 4, 2, 1, 1, 1]]
+    assert DraftLength(0, fixed=0, most_rows=64).of(1) == 0

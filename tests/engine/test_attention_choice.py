@@ -22,6 +22,7 @@ from enginery.contracts.batch import FULL, Phase
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.memory import RecurrentFacts
 from enginery.contracts.versions import HookGroup
+from enginery.errors import Unsupported
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import (
@@ -144,6 +145,14 @@ def test_hybrids_have_it_for_their_softmax_layers_alone() -> None:
 )
 def test_what_decodes_by_name_decodes_one_request_too(asked: dict[str, object], expected: dict[str, str]) -> None:
     assert chosen(MANY, ONE, **asked) == expected
+
+
+@pytest.mark.parametrize("flag", ["", "decode", "prefill", "linear"])
+def test_what_refuses_says_which_flag_named_it(flag: str) -> None:
+    told = f"{flag}_attention_backend".removeprefix("_")
+    host = dataclasses.replace(MANY, name="host", capabilities=dataclasses.replace(MANY.capabilities, devices=frozenset({"cpu"})))
+    with pytest.raises(Unsupported, match=f"Name another with --{told.replace('_', '-')}, or leave the choice with auto"):
+        chosen(MANY, host, spec("linear", 5, causal=False), of=needs(MLA, RECURRENT), **{told: "host"})
 
 
 def test_the_decision_says_what_it_is_for() -> None:

@@ -24,12 +24,25 @@ CHANGES = [
     (
         "logits",
         lambda logits: logits[:, :100],
-        rf"{LLAMA}: logits of its model returned \[\d+, 100\] instead of logits \[\d+, 4096\]",
+        rf"{LLAMA}: logits of its model returned \[\d+, 100\] in torch.\w+ instead of logits \[\d+, 4096\]",
     ),
-    ("logits", lambda logits: logits[:0], r"logits of its model returned \[0, 4096\] instead of logits \[\d+, 4096\]"),
+    ("logits", lambda logits: logits[:0], r"logits of its model returned \[0, 4096\] in torch.\w+ instead of logits \[\d+, 4096\]"),
     ("logits", lambda logits: None, r"logits of its model returned None instead of"),
-    ("forward", lambda hidden: hidden[:, :8], rf"{LLAMA}: forward of its model returned \[\d+, 8\] instead of hidden states"),
-    ("forward", lambda hidden: hidden[None], r"forward of its model returned \[1, \d+, \d+\] instead of hidden states"),
+    (
+        "forward",
+        lambda hidden: hidden[:, :8],
+        rf"{LLAMA}: forward of its model returned \[\d+, 8\] in torch.\w+ instead of hidden states",
+    ),
+    (
+        "forward",
+        lambda hidden: hidden[None],
+        r"forward of its model returned \[1, \d+, \d+\] in torch.\w+ instead of hidden states",
+    ),
+    (
+        "forward",
+        lambda hidden: hidden.double(),
+        r"forward of its model returned \[\d+, \d+\] in torch.float64 instead of hidden states \[.*\] in torch.bfloat16",
+    ),
     ("forward", lambda hidden: (hidden,), r"forward of its model returned \(tensor.* instead of hidden states"),
 ]
 
@@ -44,7 +57,7 @@ class ChangedModel:
 
 
 @pytest.mark.parametrize(("method", "change", "said"), CHANGES)
-def test_a_model_that_returns_another_shape_is_refused_with_its_plugin(
+def test_a_model_that_returns_another_shape_or_dtype_is_refused_with_its_plugin(
     registry: Registry, method: str, change: Change, said: str
 ) -> None:
     parts = build_parts(ASKED, registry)

@@ -14,6 +14,7 @@ import torch
 from offers import offering
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Axis, Fill, NamedTensor
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.contracts.versions import HookGroup
@@ -50,6 +51,22 @@ def test_a_family_that_answers_with_something_else_is_named(
     wrong = dataclasses.replace(echo, spec=dataclasses.replace(echo.spec, **changed))
     with pytest.raises(PluginError, match=rf"plugin echo \(enginery-echo==.*\){said}"):
         Engine.build(asked, offering(registry, ModelSpec, wrong))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([("a", "int65")], "a has dtype 'int65', which is no dtype of torch"),
+        ([("a", "int64"), ("a", "float32")], "they need names of their own, and these are a, a"),
+    ],
+)
+def test_inputs_that_no_step_can_have_name_the_family(asked: EngineOptions, given: list[tuple[str, str]], said: str) -> None:
+    inputs = tuple(NamedTensor(name=name, dims=(), dtype=dtype, axis=Axis.TOKEN, fill=Fill.ZERO) for name, dtype in given)
+    registry = Registry.load()
+    (echo,) = (offer for offer in registry.offers(ModelSpec) if offer.name == "echo")
+    spec = dataclasses.replace(echo.spec, describe=lambda config: dataclasses.replace(echo.spec.describe(config), inputs=inputs))
+    with pytest.raises(PluginError, match=rf"plugin echo \(enginery-echo==.*\) could not give .* inputs .*ValueError: {said}"):
+        Engine.build(asked, offering(registry, ModelSpec, dataclasses.replace(echo, spec=spec)))
 
 
 @pytest.mark.parametrize(

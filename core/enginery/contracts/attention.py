@@ -334,7 +334,10 @@ class AttnBackendSpec:
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:
         """Every reason why this backend cannot serve `needs`; empty if it can."""
-        return capability_refusals(self.capabilities, needs) + self.refuse_also(needs)
+        also: object = self.refuse_also(needs)
+        if not isinstance(also, list):
+            raise TypeError(f"refuse_also must return a list of Reason objects, not {also!r:.100}")
+        return capability_refusals(self.capabilities, needs) + also
 
 
 def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
@@ -357,7 +360,7 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
         member(rule, value, allowed[rule])
     missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
     features = [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
-    return [*reasons, *_compute_capability_refusals(can, needs), *features]
+    return [*dict.fromkeys(reasons), *_compute_capability_refusals(can, needs), *features]
 
 
 def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
@@ -389,11 +392,10 @@ def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[b
 
 def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
     rule, has, low, high = "compute capability", needs.compute_capability, can.min_compute_capability, can.max_compute_capability
-    if has is None and low is not None:
-        why = "that of the device is not known" if needs.device == "cuda" else "the device is no CUDA device"
+    unknown = "that of the device is not known" if needs.device == "cuda" else "the device is no CUDA device"
+    if low is not None and (has is None or has < low):
+        why = unknown if has is None else f"the device has {has[0]}.{has[1]}"
         return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, {why}")]
-    if has is not None and low is not None and has < low:
-        return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, the device has {has[0]}.{has[1]}")]
     if has is not None and high is not None and has > high:
         return [Reason(rule=rule, text=f"needs compute capability {high[0]}.{high[1]} or less, the device has {has[0]}.{has[1]}")]
     return []

@@ -33,6 +33,7 @@ from enginery.errors import CheckpointError
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
+from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Checkpoint, Choice, choose
@@ -223,13 +224,10 @@ def find_draft(asked: EngineOptions, registry: Registry, choice: Choice, met: Me
 def named_tensors(choice: Choice) -> NamedTensors:
     """Room for the inputs and outputs that only this model knows."""
     settings, facts = choice.settings, choice.facts
-    return NamedTensors(
-        facts.inputs,
-        (*facts.outputs, *tapped_outputs(choice)),
-        max_tokens=max(settings.max_batch_tokens, settings.max_graph_requests, settings.max_piece_tokens),
-        max_requests=settings.max_batch_requests,
-        device=choice.device,
-    )
+    max_tokens = max(settings.max_batch_tokens, settings.max_graph_requests, settings.max_piece_tokens)
+    outputs, max_requests = (*facts.outputs, *tapped_outputs(choice)), settings.max_batch_requests
+    with inside(choice.family, "give its model's inputs and outputs room"):
+        return NamedTensors(facts.inputs, outputs, max_tokens=max_tokens, max_requests=max_requests, device=choice.device)
 
 
 def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draft: DraftNeeds | None) -> MemoryPlan:

@@ -31,7 +31,7 @@ from enginery.plugin.manifest import Manifest
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import parse_options
 from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
-from enginery.plugin.selection import Selection, choose_family, ranked, select
+from enginery.plugin.selection import FLAG, Selection, choose_family, ranked, select
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -82,14 +82,14 @@ class Registry:
                 return offer
         raise PluginError(not_found(what, name, [offer.name for offer in self.offers(kind)], self.records))
 
-    def select_attn_backend(self, wanted: str, needs: AttnNeeds, *, leave_out: Collection[str] = ()) -> Selection:
+    def select_attn_backend(self, wanted: str, needs: AttnNeeds, *, leave_out: Collection[str] = (), flag: str = FLAG) -> Selection:
         """The backend named `wanted`, or for "auto" the best that refuses nothing, with every candidate's reasons.
 
-        leave_out: names that are not candidates. Raises `Unsupported` when what is wanted, or everything, refuses, and
-        `PluginError` for an unknown name.
+        leave_out: names that are not candidates. flag: what names `wanted`. Raises `Unsupported` when that, or everything,
+        refuses, and `PluginError` for an unknown name.
         """
         offers = [offer for offer in self.offers(AttnBackendSpec) if offer.name not in leave_out]
-        return select(wanted, needs, offers, self.records)
+        return select(wanted, needs, offers, self.records, flag)
 
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""

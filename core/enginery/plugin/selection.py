@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, Reason
 from enginery.contracts.grammars import GrammarSpec
@@ -17,6 +17,7 @@ from enginery.errors import FAULTS, PluginError, Unsupported
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer, PluginRecord, absent_plugins, not_found
 
+FLAG: Final = "--attention-backend"
 _log = logging.getLogger(__name__)
 NeedsT_contra = TypeVar("NeedsT_contra", contravariant=True)
 
@@ -137,8 +138,10 @@ def weigh(needs: AttnNeeds, offers: Iterable[Offer[AttnBackendSpec]], *, wanted:
     )
 
 
-def select(wanted: str, needs: AttnNeeds, offers: Sequence[Offer[AttnBackendSpec]], records: Sequence[PluginRecord]) -> Selection:
-    """Use what is wanted by name or fail with its reasons; for "auto", the highest priority that refuses nothing."""
+def select(
+    wanted: str, needs: AttnNeeds, offers: Sequence[Offer[AttnBackendSpec]], records: Sequence[PluginRecord], flag: str = FLAG
+) -> Selection:
+    """Use what `flag` names or fail with its reasons; for "auto", the highest priority that refuses nothing."""
     by_name = {offer.name: offer for offer in offers}
     if wanted != "auto" and wanted not in by_name:
         raise PluginError(not_found("attention backend", wanted, by_name, records))
@@ -148,15 +151,11 @@ def select(wanted: str, needs: AttnNeeds, offers: Sequence[Offer[AttnBackendSpec
             return Selection(winner=by_name[candidate.name], candidates=candidates)
     if wanted != "auto":
         reasons = next(candidate.reasons for candidate in candidates if candidate.name == wanted)
-        raise _refused(by_name[wanted], reasons)
+        lines = [f"attention backend {wanted!r}, from {by_name[wanted].source}, refuses:", *(reason.text for reason in reasons)]
+        raise Unsupported("\n  - ".join(lines) + f"\nName another with {flag}, or leave the choice with auto.")
     lines = ["no attention backend serves this model on this device:", *map(str, candidates)]
     advice = absent_plugins(records) or ["Install a plugin that does; engine list-backends --why MODEL shows each one's reasons."]
     raise Unsupported("\n  - ".join(lines) + "\n" + "\n".join(advice))
-
-
-def _refused(offer: Offer[AttnBackendSpec], reasons: Iterable[Reason]) -> Unsupported:
-    lines = [f"attention backend {offer.name!r}, from {offer.source}, refuses:", *(reason.text for reason in reasons)]
-    return Unsupported("\n  - ".join(lines) + "\nName another with --attention-backend, or leave the choice with auto.")
 
 
 def choose_parser(

@@ -67,7 +67,9 @@ def choose_attention(
 
     @functools.cache  # weighing the candidates takes milliseconds
     def select(name: str, role: str) -> Selection:
-        return registry.select_attn_backend(name, of_role[role], leave_out=leave_out)
+        own = f"{'linear' if role == 'recurrent' else role}_attention_backend"
+        flag = own if vars(asked).get(own) == name else "attention_backend"
+        return registry.select_attn_backend(name, of_role[role], leave_out=leave_out, flag=f"--{flag.replace('_', '-')}")
 
     chosen: dict[str, Offer[AttnBackendSpec]] = {}
     decisions: list[Decision] = []

@@ -120,7 +120,7 @@ class Choice:
     @property
     def results(self) -> ModelResults:
         width, vocab_size = (self.facts.hidden_size, self.facts.vocab_size) if self.parallel.is_last_stage else (0, 0)
-        return ModelResults(width, vocab_size, self.family.source)
+        return ModelResults(width, vocab_size, self.family.source, self.dtype)
 
 
 def choose(

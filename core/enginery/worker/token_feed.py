@@ -44,7 +44,7 @@ class NamedTensors:
     ) -> None:
         names = [each.name for each in (*inputs, *outputs)]
         if len(set(names)) < len(names):
-            raise Unsupported(f"a model's inputs and outputs need names of their own, and it has {', '.join(names)}")
+            raise ValueError(f"they need names of their own, and these are {', '.join(names)}")
         self._longest = {Axis.TOKEN: max_tokens, Axis.REQUEST: max_requests}
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.buffers: Mapping[str, torch.Tensor] = {
@@ -101,7 +101,7 @@ class NamedTensors:
 def _dtype(named: NamedTensor) -> torch.dtype:
     dtype: object = vars(torch).get(named.dtype)
     if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"{named.name} has dtype {named.dtype!r}, which is no dtype of torch")
+        raise ValueError(f"{named.name} has dtype {named.dtype!r}, which is no dtype of torch")
     return dtype
 
 

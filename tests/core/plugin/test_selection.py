@@ -110,11 +110,16 @@ def test_when_all_refuse_every_ones_reasons_are_listed() -> None:
     assert "plugin c (d-c==2)" in str(caught.value)
 
 
-@pytest.mark.parametrize("answer", [None, ["a word"]])
+@pytest.mark.parametrize("answer", [None, False, ["a word"]])
 def test_a_rule_that_fails_is_a_reason_that_names_the_plugin_and_is_told(answer, caplog) -> None:
     candidates = weigh(NEEDS, [offer("odd", 9, refuse_also=lambda needs: answer), offer("fine")])
     assert [candidate.chosen for candidate in candidates] == [False, True]
-    assert "plugin p-odd (d-odd==1) failed while it was asked: TypeError: " in candidates[0].reasons[0].text
+    said = (
+        "refuse must return Reason objects, not 'a word'"
+        if answer
+        else f"refuse_also must return a list of Reason objects, not {answer}"
+    )
+    assert f"plugin p-odd (d-odd==1) failed while it was asked: TypeError: {said} (" in candidates[0].reasons[0].text
     assert [record.getMessage() for record in caplog.records] == [candidates[0].reasons[0].text]
 
 

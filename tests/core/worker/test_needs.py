@@ -54,7 +54,8 @@ def test_what_a_model_needs_and_a_backend_lacks_is_a_reason() -> None:
     assert rules(latent, ragged=True, mla=True) == ["ragged MLA prefill", "a log-sum-exp"]
     assert rules(latent, ragged=True, mla=True, mla_ragged=True, lse_base="2") == []
     assert rules(linear) == ["recurrence"]
-    no_head_dim = capability_refusals(Capabilities(**sets, head_dims=frozenset()), AttnNeeds(**where, layers=(softmax,)))
+    layers = (softmax, dataclasses.replace(softmax, head_dim=16))
+    no_head_dim = capability_refusals(Capabilities(**sets, head_dims=frozenset()), AttnNeeds(**where, layers=layers))
     assert [reason.text for reason in no_head_dim] == ["no head dim is offered"]
     assert rules(linear, recurrences=frozenset({("linear", "head")}), causal=False) == []
     assert rules(linear, recurrences=frozenset({("delta", "head")})) == ["recurrence"]

@@ -1,6 +1,6 @@
 """What a step runs with. What the model returns is looked at before anything reads it: a wrong shape would end in a kernel.
 
-Only shapes are compared, after the call: a microsecond a step, nothing of the device, and no frame between a step and its kernels.
+Shapes alone are compared, and the dtype of hidden states, after the call: a microsecond a step, and nothing of the device.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from enginery.worker.token_feed import TokenFeed
 
 class ModelResults(NamedTuple):
     """What a model has to return. width: C, of hidden states. Both sizes are 0 of a stage before the last, whose results go to the
-    next. source: the plugin as messages name it."""
+    next. source: the plugin as messages name it. dtype: of hidden states."""
 
     width: int
     vocab_size: int
     source: str
+    dtype: torch.dtype
 
     def hidden(self, returned: object, batch: ForwardBatch) -> torch.Tensor:
         """What `forward` returned: [T, C], or [N, C] of the batch's `logits_rows`. Raises `PluginError` for anything else."""
-        if isinstance(returned, torch.Tensor):
-            if returned.shape == (batch.num_tokens, self.width):
-                return returned
-            if batch.logits_rows is not None and returned.shape == (len(batch.logits_rows), self.width):
-                return returned
-        wanted = f"hidden states [{batch.num_tokens}, {self.width}]"
-        raise PluginError(f"{self.source}: forward of its model returned {_told(returned)} instead of {wanted}")
+        num_needed = batch.num_tokens if batch.logits_rows is None else len(batch.logits_rows)
+        right = ((batch.num_tokens, self.width), (num_needed, self.width))
+        if isinstance(returned, torch.Tensor) and returned.dtype is self.dtype and returned.shape in right:
+            return returned
+        raise self._refused("forward", returned, f"hidden states [{batch.num_tokens}, {self.width}] in {self.dtype}")
 
     def logits(self, returned: object, hidden: torch.Tensor) -> torch.Tensor:
         """What `logits` returned for `hidden` [N, C]: [N, V]. Raises `PluginError` for anything else."""
         if isinstance(returned, torch.Tensor) and returned.shape == (len(hidden), self.vocab_size):
             return returned
-        wanted = f"logits [{len(hidden)}, {self.vocab_size}]"
-        raise PluginError(f"{self.source}: logits of its model returned {_told(returned)} instead of {wanted}")
+        raise self._refused("logits", returned, f"logits [{len(hidden)}, {self.vocab_size}]")
+
+    def _refused(self, method: str, returned: object, wanted: str) -> PluginError:
+        told = f"{list(returned.shape)} in {returned.dtype}" if isinstance(returned, torch.Tensor) else f"{returned!r:.60}"
+        return PluginError(f"{self.source}: {method} of its model returned {told} instead of {wanted}")
 
 
 class StepParts(NamedTuple):
@@ -55,7 +57,3 @@ class StepParts(NamedTuple):
     feed: TokenFeed
     pool: PagedKVPool
     results: ModelResults
-
-
-def _told(returned: object) -> str:
-    return str(list(returned.shape)) if isinstance(returned, torch.Tensor) else f"{returned!r:.60}"

@@ -27,6 +27,8 @@ def test_counters_of_engines_add_up():
     assert both.steps_by_backend == {"a": 4, "b": 1}
     assert both.pages == {"full": PageCounts(free=2, cached=4, total=8, held=6, evicted=10)}
     assert (both.drafts.told, both.drafts.by_position, both.kernels.seconds) == (6, (2,), 2.0)
+    failed = total([one, dataclasses.replace(one, drafts=DraftCounts(failure="why"))])
+    assert (failed.drafts.failure, both.drafts.failure) == ("why", "")
 
 
 def test_lanes_are_told_one_by_one():

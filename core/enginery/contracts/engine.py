@@ -76,7 +76,7 @@ class DraftCounts:
 
     verifications: one for each request whose drafts a step verified. told: tokens that these told; one that ends a request amid
     right guesses tells no token beside them. drafted: tokens that were guessed. accepted: those of them that were told.
-    by_position: of these, how many were at each place of a draft, the first place first.
+    by_position: of these, how many were at each place of a draft, the first place first. failure: why nothing is guessed any more.
     """
 
     verifications: int = 0
@@ -84,6 +84,7 @@ class DraftCounts:
     drafted: int = 0
     accepted: int = 0
     by_position: tuple[int, ...] = ()
+    failure: str = ""
 
     @property
     def acceptance_length(self) -> float:

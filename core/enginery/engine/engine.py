@@ -83,8 +83,7 @@ class Engine:
     ) -> None:
         """forced: for benchmarks, see `ForcedAcceptance`. ranks: the others."""
         choice = parts.choice
-        settings = choice.settings
-        eos_token_ids = choice.checkpoint.eos_token_ids
+        settings, eos_token_ids = choice.settings, choice.checkpoint.eos_token_ids
         self.facts = parts.facts()
         self._seeds = random.Random(asked.seed + asked.dp_rank)
         self._kv_events = kv_events_of(asked, parts)
@@ -97,9 +96,9 @@ class Engine:
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
         self._grammars = GrammarQueue(Compilers(registry, vocabulary))
-        self._overlap = int(settings.overlap)
+        self._overlap, self._ahead = int(settings.overlap), asked.pp - 1
         self._changeover = parts.changeover
-        self._decisions, self._registry = choice.decisions, registry
+        self._decisions, self._registry, self._eos_token_ids = choice.decisions, registry, eos_token_ids
         self.meter = StepMeter(
             registry,
             self._scheduler,
@@ -107,6 +106,7 @@ class Engine:
             changeover=parts.changeover,
             trace_file=Path(asked.profile_file),
             loads=parts.loads,
+            drafting=self._drafting,
         )
         if asked.profile_steps:
             self.meter.profile(asked.profile_steps)
@@ -116,9 +116,7 @@ class Engine:
         self._failure = _Failure(None, [])
         self._told: list[RequestOutput] = []
         self._sent: deque[_Sent] = deque()
-        self._ahead = asked.pp - 1
         self._in_flight: deque[_InFlight] = deque()
-        self._eos_token_ids = eos_token_ids
         self._runner, self._ranks = build_runner(parts, forced), ranks
 
     @classmethod

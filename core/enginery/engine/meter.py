@@ -18,6 +18,7 @@ from enginery.engine.changeover import Changeover
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.schedule.lanes import AnyScheduler
+from enginery.speculate.drafting import Drafting
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class StepMeter:
         changeover: Changeover | None,
         trace_file: Path,
         loads: ExpertLoads | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        self._registry, self._scheduler, self._facts = registry, scheduler, facts
+        self._registry, self._scheduler, self._facts, self._drafting = registry, scheduler, facts, drafting
         self._changeover, self._trace_file, self._loads = changeover, trace_file, loads
         self._trace: StepTrace | None = None
         self._steps_by_backend: Counter[str] = Counter()
-        self.num_steps = 0
-        self._num_graph_steps = self._num_failed_steps = self._failed_in_a_row = 0
+        self.num_steps = self._num_graph_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_tokens = self._num_preempted = self._num_nan = 0
         self._verifications = self._told = self._drafted = 0
         self._has_warned = False
@@ -180,6 +181,7 @@ class StepMeter:
                 drafted=self._drafted,
                 accepted=self._accepted_at.total(),
                 by_position=tuple(self._accepted_at[place] for place in range(max(self._accepted_at, default=-1) + 1)),
+                failure="" if self._drafting is None else self._drafting.failure,
             ),
             kernels=KernelState() if self._changeover is None else self._changeover.state,
         )

@@ -13,7 +13,7 @@ from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, Dra
 from enginery.contracts.grammars import RevocableGrammarState
 from enginery.contracts.request import RequestOutput
 from enginery.contracts.step import StepInput
-from enginery.errors import PluginError
+from enginery.errors import EnginError, PluginError
 from enginery.plugin.boundary import checked, gives_trees, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
@@ -42,7 +42,7 @@ class _Published(NamedTuple):
 class Drafting:
     """One drafter, and where it is from; of a draft model what it has made. lengths: drafts of a request in one step.
 
-    on_device: what it makes is on the device alone when the next step is scheduled.
+    on_device: what it makes is on the device alone when the next step is scheduled. failure: why it is asked no more.
     """
 
     def __init__(
@@ -56,17 +56,13 @@ class Drafting:
         on_device: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._gives_trees, self._on_device = gives_trees, on_device
-        self._clock = clock
+        self._gives_trees, self._on_device, self._clock = gives_trees, on_device, clock
         self._before: _Published | None = None
-        self._waits = False
         self._drafter = drafter
         self._siblings, self._is_host = (drafter.siblings, False) if isinstance(drafter, MadeDrafts) else (0, True)
         self._depth = length.most  # of what was proposed last
-        self._offer = offer
-        self.lengths = length
-        self._vocab_size = vocab_size
-        self._warned = False
+        self._offer, self.lengths, self._vocab_size = offer, length, vocab_size
+        self._waits, self._warned, self.failure = False, False, ""
         self._asked: dict[str, Request] = {}  # of a drafter of the host
         self._stopped: dict[str, Request] = {}
 
@@ -82,16 +78,21 @@ class Drafting:
     def propose(self, table: RequestTable) -> dict[str, Sequence[int]]:
         """The guesses for those of the running requests that may be drafted, by id, without the empty ones, as many as pay.
 
-        No step is in flight, unless `waits` asks: all tokens are known. Raises `PluginError` where the drafter fails.
+        No step is in flight, unless `waits` asks: all tokens are known. A drafter of the host that fails is not asked again.
         """
-        self._forget_ended(table)
-        wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
-        if not wanted:
+        try:
+            self._forget_ended(table)
+            wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
+            if not wanted:
+                return {}
+            if isinstance(self._drafter, MadeDrafts):
+                self._depth = self._drafter.depth
+                return {key: tokens for key, tokens in self._drafter.of(wanted) if tokens}
+            return self._paying(self._asked_of(self._drafter, wanted), table)
+        except EnginError as error:  # no answer needs a guess
+            self.failure, self._drafter, self._asked = str(error), MadeDrafts(), {}
+            _log.exception("the drafter %s guesses no more until a restart: %s", self._offer.name, error)
             return {}
-        if isinstance(self._drafter, MadeDrafts):
-            self._depth = self._drafter.depth
-            return {key: tokens for key, tokens in self._drafter.of(wanted) if tokens}
-        return self._paying(self._asked_of(self._drafter, wanted), table)
 
     def _paying(self, found: Sequence[tuple[str, Sequence[int]]], table: RequestTable) -> dict[str, Sequence[int]]:
         num_decoding = sum(request.num_expected - request.num_computed == 1 for request in table.running)
@@ -106,7 +107,7 @@ class Drafting:
     def _asked_of(self, drafter: HostDrafter, wanted: Sequence[tuple[Request, int]]) -> list[tuple[str, Sequence[int]]]:
         self._asked |= {request.request_id: request for request, _ in wanted}
         asks = [DraftAsk(each.request_id, each.token_ids, most, each.asked.cache_salt) for each, most in wanted]
-        with inside(self._offer, "guess tokens"):
+        with inside(self._offer, "propose tokens"):
             told = drafter.propose(asks)
             if not isinstance(told, Sized) or len(told) != len(asks):
                 needed = f"a sequence of tokens for each of {len(asks)} requests"
@@ -168,9 +169,8 @@ class Drafting:
         if request.num_expected - request.num_computed != 1:
             return 0
         asked, grammar = request.asked, request.grammar
-        if not asked.params.speculation or asked.embed or (self._stopped and self._stopped.get(asked.request_id) is request):
-            return 0
-        if grammar is not None and not isinstance(grammar, RevocableGrammarState):
+        is_stuck = grammar is not None and not isinstance(grammar, RevocableGrammarState)
+        if not asked.params.speculation or asked.embed or is_stuck or self._stopped.get(asked.request_id) is request:
             return 0
         return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
@@ -190,8 +190,7 @@ class Drafting:
 
     def _forget_ended(self, table: RequestTable) -> None:
         """Those that are there no more, or whose ids are another's by now."""
-        if self._stopped:
-            self._stopped = {key: request for key, request in self._stopped.items() if table.by_id.get(key) is request}
+        self._stopped = {key: request for key, request in self._stopped.items() if table.by_id.get(key) is request}
         for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
             del self._asked[key]
             assert not isinstance(self._drafter, MadeDrafts), "it is not asked"

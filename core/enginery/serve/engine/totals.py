@@ -57,4 +57,5 @@ def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:
         drafted=sum(counts.drafted for counts in every),
         accepted=sum(counts.accepted for counts in every),
         by_position=_by_place(counts.by_position for counts in every),
+        failure=next((counts.failure for counts in every if counts.failure), ""),
     )

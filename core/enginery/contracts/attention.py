@@ -334,8 +334,7 @@ class AttnBackendSpec:
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:
         """Every reason why this backend cannot serve `needs`; empty if it can."""
-        also: object = self.refuse_also(needs)
-        if not isinstance(also, list):
+        if not isinstance(also := self.refuse_also(needs), list):
             raise TypeError(f"refuse_also must return a list of Reason objects, not {also!r:.100}")
         return capability_refusals(self.capabilities, needs) + also
 

@@ -150,7 +150,7 @@ def select(
         if candidate.chosen:
             return Selection(winner=by_name[candidate.name], candidates=candidates)
     if wanted != "auto":
-        reasons = next(candidate.reasons for candidate in candidates if candidate.name == wanted)
+        reasons = {candidate.name: candidate.reasons for candidate in candidates}[wanted]
         lines = [f"attention backend {wanted!r}, from {by_name[wanted].source}, refuses:", *(reason.text for reason in reasons)]
         raise Unsupported("\n  - ".join(lines) + f"\nName another with {flag}, or leave the choice with auto.")
     lines = ["no attention backend serves this model on this device:", *map(str, candidates)]

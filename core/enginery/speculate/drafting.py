@@ -128,9 +128,9 @@ class Drafting:
         """
         if self._is_host:
             return 0
-        if self.lengths.fixed is not None:
-            return self.lengths.of(sum(each.num_expected - each.num_computed <= 1 for each in requests))
-        length = self.lengths.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self.lengths.found(num_coming)
+        if (lengths := self.lengths).fixed is not None:
+            return lengths.of(sum(each.num_expected - each.num_computed <= 1 for each in requests))
+        length = lengths.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else lengths.found(num_coming)
         return length if length and any(map(_is_followed, requests)) else 0
 
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:

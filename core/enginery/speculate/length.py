@@ -107,7 +107,6 @@ class _Load:
 class DraftLength:
     """most: no longer than that. fixed: always so many, or those that have rows, and one at least, as a draft model that guesses
     nothing loses track. device: its kind, for what to begin with.
-
     most_rows: of a step that verifies, in which each request has a row more than guesses; of lengths that are measured none is
     longer, as it would be made for nothing. siblings: beside each guess, which have rows too. lengths: those that are measured.
     """

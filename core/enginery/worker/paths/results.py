@@ -1,6 +1,5 @@
-"""What a step runs with. What the model returns is looked at before anything reads it: a wrong shape would end in a kernel.
-
-Shapes alone are compared, and the dtype of hidden states, after the call: a microsecond a step, and nothing of the device.
+"""What a step runs with. What the model returns is looked at before anything reads it, as a wrong shape would end in a kernel:
+shapes and the dtype of hidden states, in a microsecond a step, and nothing of the device.
 """
 
 from __future__ import annotations

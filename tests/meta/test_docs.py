@@ -194,7 +194,11 @@ def test_the_reference_is_current_and_has_every_name() -> None:
 
 def test_the_page_about_versions_states_those_of_the_groups() -> None:
     page = (DOCS / "versions.md").read_text()
-    called = {HookGroup.EXECUTOR: "The executor group", HookGroup.OP: "The group of operations"}
+    called = {
+        HookGroup.EXECUTOR: "The executor group",
+        HookGroup.OP: "The group of operations",
+        HookGroup.PARSER: "The group of parsers",
+    }
     later = {group: version for group, version in CONTRACT_VERSIONS.items() if version != (2, 0)}
     for group, (major, minor) in later.items():
         assert f"{called[group]} is at {major}.{minor}:" in page

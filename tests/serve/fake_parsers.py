@@ -85,6 +85,18 @@ def force(tools, name, *, parallel, required, reasoning=("", "")):
     return Grammar(kind=GrammarKind.CHOICE, source=json.dumps(asked))
 
 
+def force_or_json(answer):
+    """The same, and the schema."""
+
+    def both(tools, name, **more):
+        if answer.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+            return None
+        asked = json.loads(force(tools, name, **more).source)
+        return Grammar(kind=GrammarKind.CHOICE, source=json.dumps([*asked, json.loads(answer.source or "{}")]))
+
+    return both
+
+
 TOOLS = ParserSpec(name="brackets", api=(2, 0), kind="tools", summary="", suits=lambda facts: True, make=CallParser, force=force)
 REASONING = ParserSpec(
     name="round",

@@ -175,6 +175,36 @@ def test_openai_chat_parse_and_stream(gpt):
     assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
 
 
+class Day(pydantic.BaseModel, extra="forbid"):
+    """Another schema than that of the tool."""
+
+    name: Literal["Monday", "Tuesday"]
+
+
+def test_openai_tools_and_a_response_format_at_once(gpt):
+    """The noise begins now a call and now an answer; either follows its schema, streamed or whole."""
+    tool = openai.pydantic_function_tool(Weather, name="tell")
+    asked = {"model": "noise", "messages": ASK, "tools": [tool], "response_format": Day, "max_tokens": 1000, "n": 8, "seed": 1}
+    whole = gpt.chat.completions.parse(**asked)
+    with gpt.chat.completions.stream(**asked) as stream:
+        stream.until_done()
+    for reply in (whole, stream.get_final_completion()):
+        assert {choice.finish_reason for choice in reply.choices} == {"stop", "tool_calls"}
+        for choice in reply.choices:
+            calls = choice.message.tool_calls or []
+            assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
+            assert isinstance(choice.message.parsed, Day) is not bool(calls)
+    tools, kinds = [{"type": "function", **tool["function"]}], set()
+    told = {"model": "noise", "input": "x", "text_format": Day, "max_output_tokens": 1000}
+    for seed in range(12):
+        reply = gpt.responses.parse(**told, tools=tools, extra_body={"seed": seed})
+        calls = [item.parsed_arguments for item in reply.output if item.type == "function_call"]
+        assert all(Weather.model_validate(call) for call in calls)
+        assert isinstance(reply.output_parsed, Day) is not bool(calls)
+        kinds.add(bool(calls))
+    assert kinds == {True, False}
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of the type that it has parsed
 def test_what_openai_s_parse_gives_is_taken_back(gpt):
     """The client sends its messages as they are, with what it has parsed."""

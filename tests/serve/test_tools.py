@@ -8,9 +8,9 @@ import openai
 import pydantic
 import pytest
 from fake_engine import HELD
-from fake_parsers import PARSERS
+from fake_parsers import PARSERS, force_or_json
 
-from enginery.contracts.parsers import ContentText
+from enginery.contracts.parsers import ContentText, ToolCallBegun
 from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader, Parsers
 
 TOOLS = [
@@ -239,6 +239,84 @@ def test_strict_is_refused_where_a_parser_cannot_keep_to_it(with_server, change,
         assert (await live.chat("x", tools=TOOLS)).status_code == 200
 
     with_server(scenario, parsers=Parsers(tools=tools, reasoning=reasoning))
+
+
+SCHEMA = {"type": "object", "required": ["b"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+OR_JSON = Parsers(tools=dataclasses.replace(PARSERS.tools, force_or_json=force_or_json), reasoning=PARSERS.reasoning)
+
+
+def test_free_tools_and_a_schema_are_one_grammar(with_server):
+    async def scenario(live):
+        named = {"type": "function", "function": {"name": "stop"}}
+        tags, schema = '["(think)","(done)"]', '{"type":"object","required":["b"]}'
+        for asked, expected in (
+            ({}, f'choice:[["add","stop"],true,[null,null],{tags},{schema}]'),
+            ({"parallel_tool_calls": False}, f'choice:[["add","stop"],false,[null,null],{tags},{schema}]'),
+            (
+                {"tools": [{"type": "function", "function": STRICT}], "tool_choice": "auto"},
+                f'choice:[["add"],true,[{{"type":"object","required":["a"]}}],{tags},{schema}]',
+            ),
+            ({"response_format": {"type": "json_object"}}, f'choice:[["add","stop"],true,[null,null],{tags},{{}}]'),
+            ({"response_format": None, "guided_json": SCHEMA}, f'choice:[["add","stop"],true,[null,null],{tags},{schema}]'),
+            ({"tool_choice": "none"}, f"json_schema:{schema}"),
+            ({"tool_choice": "required"}, f'choice:[["add","stop"],true,{schema}]'),
+            ({"tool_choice": named}, f'choice:["stop",true,{schema}]'),
+        ):
+            reply = await live.chat("x", **{"tools": TOOLS, "response_format": FORMAT, **asked})
+            assert (reply.status_code, live.said("grammar")[-1]) == (200, expected), reply.text
+        told = {"type": "json_schema", "schema": SCHEMA}
+        flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        reply = await live.post("/v1/responses", input="x", tools=flat, text={"format": {**told, "name": "n"}})
+        assert (reply.status_code, live.said("grammar")[-1]) == (200, f'choice:[["add","stop"],true,[null,null],{tags},{schema}]')
+        asked = {"max_tokens": 9, "tools": [{"name": "add", "input_schema": {}}], "output_config": {"format": told}}
+        reply = await live.post("/v1/messages", messages=user("x"), **asked)
+        assert (reply.status_code, live.said("grammar")[-1]) == (200, f'choice:[["add"],true,[null],{tags},{schema}]'), reply.text
+
+    with_server(scenario, parsers=OR_JSON)
+
+
+def test_reasoning_stays_open_before_a_call_or_json(with_server):
+    async def scenario(live):
+        for choice, reasoning in (("auto", "<user>x (think)<assistant>"), ("none", "<assistant>"), ("required", "<assistant>")):
+            reply = await live.chat("x (think)", tools=TOOLS, response_format=FORMAT, tool_choice=choice)
+            assert reply.json()["choices"][0]["message"]["reasoning_content"] == reasoning, choice
+
+    with_server(scenario, parsers=OR_JSON)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"guided_regex": "x"}, "guided_regex"),
+        ({"guided_regex": "x", "tool_choice": "required"}, "guided_regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    ],
+)
+def test_other_grammars_beside_tools_are_refused(with_server, asked, param):
+    async def scenario(live):
+        error = (await live.chat("x", tools=TOOLS, **asked)).json()["error"]
+        assert error["param"] == param
+        assert "brackets has no grammar of calls or a" in error["message"]
+        assert "tool_choice none" in error["message"]
+
+    with_server(scenario, parsers=OR_JSON)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "content", "calls"),
+    [
+        (['{"b": "', CALL, '"}'], f'{{"b": "{CALL}"}}', 0),
+        (["(thi", "nk)[1]", CALL, "(done)", f'\n{{"b": "{CALL}"}}'], f'\n{{"b": "{CALL}"}}', 0),
+        (["(think)[1](done)", "<", CALL, " {"], "< {", 1),
+    ],
+)
+def test_json_that_quotes_a_call_is_no_call(pieces, content, calls):
+    reader = AnswerReader(AnswerFormat(reasoning=PARSERS.reasoning, tool_parser=PARSERS.tools, or_json=True))
+    events = [event for piece in pieces for event in reader.feed(piece, finished=False)] + reader.feed("", finished=True)
+    assert "".join(event.text for event in events if isinstance(event, ContentText)) == content
+    assert sum(isinstance(event, ToolCallBegun) for event in events) == calls
+    assert reader.has_called is bool(calls)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -298,8 +298,7 @@ class OpSpec:
     weights may come; without an entry they come as plain numbers. record_calls: on CPUs; given a list, has each call that torch's
     operators do not make appended to it as (function, arguments), of this thread, until it is given None; `only_torch` where there
     are none; None: steps with its operations are not recorded. narrow_logits: `route` takes logits of the model's type and widens
-    them itself. peer_ops: for ranks on GPUs that reach each other's memory; None: NCCL. docs/write-an-op.md has the
-    rules.
+    them itself. peer_ops: for ranks on GPUs that reach each other's memory; None: NCCL. Rules: docs/write-an-op.md.
     """
 
     name: str

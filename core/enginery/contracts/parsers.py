@@ -84,9 +84,8 @@ class ParserSetup:
 class OutputParser(Protocol):
     """The parser of one choice, fed with its decoded text. It raises nothing, whatever the text.
 
-    Text is neither lost nor doubled, except for the markers of the format and the line breaks around them. Splitting the text
-    differently over the calls splits the texts of events differently and changes nothing else. What is no call of one of the tools
-    stays content.
+    Text is neither lost nor doubled, except for the markers of the format and the line breaks around them. How it is split over
+    the calls splits the texts of events, and changes nothing else. What is no call of one of the tools stays content.
     """
 
     def feed(self, text: str) -> list[ParserEvent]:
@@ -115,9 +114,10 @@ class ForceFn(Protocol):
 class ParserSpec:
     """A parser on offer. `auto` takes the highest priority whose `suits` is true.
 
-    needs_special_tokens: the text must be decoded with them. force: for tools only. is_inside, close, tags: for reasoning only;
-    whether a rendered prompt ends within reasoning, the text that ends it there, for prompts whose answer must not reason, and what
-    stands around it, at the beginning of an answer and after up to 16 blanks; empty where that is not so.
+    needs_special_tokens: the text must be decoded with them. force: for tools only. force_or_json: too, beside a grammar of JSON;
+    where no call is required, the answer is calls or such JSON, and reasoning in front; no call begins as JSON does. is_inside,
+    close, tags: for reasoning only; whether a rendered prompt ends within reasoning, the text that ends it there, for prompts whose
+    answer must not reason, and what stands around it, at the beginning of an answer and after up to 16 blanks; else empty.
     """
 
     name: str
@@ -129,6 +129,7 @@ class ParserSpec:
     priority: int = 0
     needs_special_tokens: bool = False
     force: ForceFn | None = None
+    force_or_json: Callable[[Grammar], ForceFn] | None = None
     is_inside: Callable[[str], bool] | None = None
     close: str = ""
     tags: tuple[str, str] = ("", "")

@@ -32,8 +32,7 @@ class Tokenizer:
 
     named: bos_token, eos_token and the like, as text. added_tokens: the texts of all that were added. special_ids: what
     `skip_special_tokens` leaves out. cleans_up: `decode` rewrites spaces before punctuation, so text is final at the end of an
-    output only. num_chars_max: of the longest token. is_byte_fallback: characters outside the vocabulary are spelt as tokens of one
-    byte.
+    output only. num_chars_max: of the longest token. is_byte_fallback: characters outside the vocabulary are tokens of a byte each.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, named: Mapping[str, str], cleans_up: bool = False) -> None:

@@ -22,6 +22,7 @@ from enginery.api import (
     ArgumentsText,
     ContentText,
     Grammar,
+    GrammarKind,
     GrammarTokens,
     ParserSetup,
     ReasoningText,
@@ -160,6 +161,31 @@ def test_a_free_answer_says_what_it_likes_but_calls_strict_tools_as_they_want(co
     final = "<|channel|>final<|message|>"
     assert compiled(grammar, final, spelt="I call <|this|>")
     assert not compiled(grammar, final, spelt=call.replace('"C"', '"K"')), "the parsers see no difference"
+
+
+@pytest.mark.parametrize("tags", [("", ""), REASONING.tags, ("", REASONING.tags[1])])
+def test_an_answer_is_a_call_or_a_final_message_that_follows_a_schema(compiled: Any, tags: tuple[str, str]) -> None:
+    assert TOOLS.force_or_json
+    force = TOOLS.force_or_json(Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(UNIT)))
+    grammar = force((WEATHER, TIME), None, parallel=True, required=False, reasoning=tags)
+    call, final = f'{TO}get_weather <|constrain|>json<|message|>{{"unit": "C"}}', "<|channel|>final<|message|>"
+    for begin in ("", f"{ANALYSIS}Hm 日, to=functions.{NEXT}"):
+        assert compiled(grammar, begin + call), begin
+        assert compiled(grammar, f'{begin}{TO}get_time <|constrain|>json<|message|>{{"a": [1]}}')
+        assert compiled(grammar, f'{begin}{final}{{\n  "unit": "F"\n}}')
+        for wrong in (
+            call.replace('"C"', '"K"'),
+            f"{final}It is warm.",
+            f'{final}{{"unit": "K"}}',
+            f"{ANALYSIS}Hm",
+            '{"unit": "F"}',
+        ):
+            assert not compiled(grammar, begin + wrong), wrong
+    assert not compiled(grammar, f"<|channel|>commentary<|message|>I look.{NEXT}{call}")
+    assert read([f'{ANALYSIS}Hm{NEXT}{final}{{"unit": "F"}}'])[:2] == ("Hm", '{"unit": "F"}')
+    required = force((WEATHER,), None, parallel=True, required=True)
+    assert compiled(required, call)
+    assert not compiled(required, f'{final}{{"unit": "F"}}')
 
 
 def test_another_models_vocabulary_is_refused(compiled: Any) -> None:

@@ -75,7 +75,7 @@ NO_PARSERS: Final = Parsers()
 class AnswerFormat:
     """How the answers to one request are read. is_inside: the prompt ends within reasoning. parallel: several calls are allowed.
 
-    calls_only: an answer is nothing else, so that half a tag at its end is no content.
+    calls_only: an answer is nothing else, so that half a tag at its end is no content. or_json: else it is JSON if it is not calls.
     """
 
     reasoning: ParserSpec | None = None
@@ -84,6 +84,7 @@ class AnswerFormat:
     is_inside: bool = False
     parallel: bool = True
     calls_only: bool = False
+    or_json: bool = False
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -101,7 +102,7 @@ class AnswerReader:
         setup = ParserSetup(tools=how.tools, new_id=_new_call_id, inside=how.is_inside)
         self._reasoning = None if how.reasoning is None else how.reasoning.make(setup)
         self._tools = None if how.tool_parser is None else how.tool_parser.make(setup)
-        self._parallel, self._calls_only = how.parallel, how.calls_only
+        self._parallel, self._calls_only, self._or_json = how.parallel, how.calls_only, how.or_json and not how.calls_only
         self.is_reasoning = how.is_inside
         self.has_called = False
         self.is_over = False
@@ -112,6 +113,9 @@ class AnswerReader:
         found: list[ParserEvent] = [ContentText(text)] if text else []
         if self._reasoning is not None:
             found = [*self._reasoning.feed(text), *(self._reasoning.finish() if finished else ())]
+        if self._or_json and (content := "".join(event.text for event in found if isinstance(event, ContentText)).lstrip()):
+            self._or_json = False
+            self._tools = None if content[0] in '{["-0123456789tfn' else self._tools  # strings of JSON may quote calls
         if self._tools is not None:
             found = self._with_calls(self._tools, found, finished=finished)
         return self._checked(found, finished=finished)

@@ -77,18 +77,15 @@ class _Ready:
 
 async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     model.check_name(asked.model)
-    tools = _usable_tools(asked, model)
-    grammar = asked_grammar(asked)
-    if tools and grammar is not None:
-        advice = "leave one out, or send tool_choice none"
-        raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
-    must_call = bool(tools) and not _is_free(asked)
+    tools, grammar = _usable_tools(asked, model), asked_grammar(asked)
+    must_call, or_json = bool(tools) and not _is_free(asked), bool(tools) and grammar is not None
     text = await model.render(asked, tools=tools)
-    text, how = _how_to_read(asked, model, tools, text, must_call=must_call, must_follow=must_call or grammar is not None)
-    if must_call or isinstance(asked.tool_choice, AllowedTools) or any(tool.strict for tool in how.tools):
-        grammar = _grammar_of_calls(asked, how, must_call=must_call)
+    must_follow = must_call or (grammar is not None and not or_json)
+    text, how = _how_to_read(asked, model, tools, text, must_call=must_call, must_follow=must_follow)
+    if must_call or or_json or isinstance(asked.tool_choice, AllowedTools) or any(tool.strict for tool in how.tools):
+        grammar = _grammar_of_calls(asked, how, grammar)
     prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
-    return _Ready(prompt=prompt, how=how, grammar=grammar)
+    return _Ready(prompt=prompt, how=dataclasses.replace(how, or_json=or_json), grammar=grammar)
 
 
 def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTool]:
@@ -130,21 +127,23 @@ def _check_tools(names: Sequence[str], choice: Choice | None) -> None:
         raise RequestError("two tools have the same name", param="tools")
 
 
-def _grammar_of_calls(asked: ChatRequest, how: AnswerFormat, *, must_call: bool) -> FieldGrammar:
-    """A grammar that makes the model call a tool or, without must_call, keeps calls to allowed tools and to strict schemas."""
-    assert how.tool_parser is not None
-    by_choice = must_call or isinstance(asked.tool_choice, AllowedTools)
+def _grammar_of_calls(asked: ChatRequest, how: AnswerFormat, answer: FieldGrammar | None) -> FieldGrammar:
+    """A grammar of calls that are forced, or else restricted to allowed tools and strict schemas. answer: of one without calls."""
+    spec = how.tool_parser
+    assert spec is not None
+    by_choice = how.calls_only or isinstance(asked.tool_choice, AllowedTools)
     field, advice = ("tool_choice", "send tool_choice auto") if by_choice else ("tools", "leave strict out")
+    force, what, at_fault = spec.force, "calls", "tools"
+    if answer is not None:
+        field = at_fault = answer.field
+        what, advice = f"calls or a {answer.grammar.kind}", "leave one out, or send tool_choice none"
+        force = spec.force_or_json and spec.force_or_json(answer.grammar)
     name = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
-    reasoning = ("", "") if must_call else _reasoning_tags(how, field=field, advice=advice)
-    grammar = None
-    if force := how.tool_parser.force:
-        try:
-            grammar = force(how.tools, name, parallel=how.parallel, required=must_call, reasoning=reasoning)
-        except RequestError as error:
-            raise RequestError(str(error), param="tools") from error
+    reasoning = ("", "") if how.calls_only else _reasoning_tags(how, field=field, advice=advice)
+    with naming_fields({"": "tools", "grammar": at_fault}):
+        grammar = force(how.tools, name, parallel=how.parallel, required=how.calls_only, reasoning=reasoning) if force else None
     if grammar is None:
-        raise RequestError(f"the parser {how.tool_parser.name} has no grammar of calls; {advice}", param=field)
+        raise RequestError(f"the parser {spec.name} has no grammar of {what}; {advice}", param=field)
     return FieldGrammar(field, grammar)
 
 
@@ -162,7 +161,7 @@ def _reasoning_tags(how: AnswerFormat, *, field: str, advice: str) -> tuple[str,
 def _how_to_read(
     asked: ChatRequest, model: ServedModel, tools: Sequence[FunctionTool], text: str, *, must_call: bool, must_follow: bool
 ) -> tuple[str, AnswerFormat]:
-    """The prompt, and how to parse its answers. must_follow: they follow a grammar, so reasoning that is open is closed."""
+    """The prompt, and how to parse its answers. must_follow: from their beginning on, so reasoning that is open is closed."""
     spec = model.parsers.reasoning
     is_inside = bool(spec and spec.is_inside and spec.is_inside(text))
     if spec is not None and asked.continue_final_message:

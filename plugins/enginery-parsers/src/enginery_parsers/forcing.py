@@ -7,15 +7,16 @@ a marker is followed by a call, and text without one ends the answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from enginery.api import ForceFn, Grammar, GrammarKind, RequestError, Tool
+from enginery.api import Grammar, GrammarKind, RequestError, Tool
 from enginery_parsers.calls import HERMES, LONGCAT, NEMOTRON, TOOL_CALLS, ObjectFormat
 from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from enginery_parsers.framed import KIMI, MINIMAX_TEXT
 from enginery_parsers.harmony import CALL, CHANNEL, END, MESSAGE, RETURN, START
-from enginery_parsers.lark import json_value, literal, pattern, up_to
+from enginery_parsers.lark import json_answer, json_value, literal, pattern, up_to
 from enginery_parsers.pythonic import LFM2
 from enginery_parsers.tagged import GLM, MIMO, MINIMAX, QWEN, TaggedFormat, argument_types
 from enginery_parsers.tagged import LONGCAT as LONGCAT_TAGS
@@ -32,6 +33,33 @@ _LLAMA_CALL: Final = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `ForceFn` is called with. schema: of the JSON that an answer without calls is; None: it is any text."""
+
+    tools: Sequence[Tool]
+    name: str | None
+    parallel: bool
+    required: bool
+    reasoning: tuple[str, str]
+    schema: str | None = None
+
+    @property
+    def wanted(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [tool for tool in self.tools if self.name in (None, tool.name)]
+
+    @property
+    def several(self) -> bool:
+        """Whether calls may stand side by side where no text may."""
+        return self.parallel and self.name is None
+
+    @property
+    def calls_alone(self) -> bool:
+        """Whether no text may stand around calls."""
+        return self.required or self.schema is not None
+
+
 class ForceJson:
     """Calls whose arguments are JSON.
 
@@ -46,52 +74,50 @@ class ForceJson:
         self._between = between
         self._ends = ends
 
-    def __call__(
-        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-    ) -> Grammar | None:
-        """Make the grammar, as `ForceFn` describes."""
-        calls, rules = self._calls(tools, name, required=required)
+    def __call__(self, asked: Asked) -> Grammar | None:
+        """Make the grammar."""
+        calls, rules = self._calls(asked)
         begin, end = self._ends
-        more = f" ({literal(self._between + self._trigger)} call)*" if parallel and name is None else ""
+        more = f" ({literal(self._between + self._trigger)} call)*" if asked.several else ""
         section = f"{literal(self._trigger)} call{more} {literal(end)}"
-        if required:
-            return _grammar([f"start: {literal(begin)} {section}"], calls, rules)
+        if asked.calls_alone:
+            return _grammar(_alone(asked, f"{literal(begin)} {section}"), calls, rules)
         leads = [f"lead[lazy]: {up_to(self._trigger)}"]
         piece = "lead call"
         if begin:
             leads.append(f"lead_of_all[lazy]: {up_to(begin)}")
             piece = f"({piece} | lead_of_all {section})"
-        rest = f"({piece})* TEXT" if parallel else f"{piece} | TEXT"
-        return _grammar([*_starts(reasoning), f"rest: {rest}", *leads], calls, rules)
+        rest = f"({piece})* TEXT" if asked.parallel else f"{piece} | TEXT"
+        return _grammar([*_starts(asked.reasoning), f"rest: {rest}", *leads], calls, rules)
 
-    def _calls(self, tools: Sequence[Tool], name: str | None, *, required: bool) -> tuple[list[str], list[str]]:
+    def _calls(self, asked: Asked) -> tuple[list[str], list[str]]:
         """Each without the trigger, and the rules of their arguments."""
         calls, rules = [], []
-        for index, tool in enumerate(_wanted(tools, name)):
+        for index, tool in enumerate(asked.wanted):
             middle = f"{self._number} {literal(self._middle)}" if self._number else ""
             named = f"{literal(self._before + tool.name)} {middle}" if middle else literal(self._before + tool.name + self._middle)
             calls.append(f"{named} arguments_{index} {literal(self._after)}")
-            rules.append(f"arguments_{index}: {_object(tool, required=required)}")
+            rules.append(f"arguments_{index}: {_object(tool, required=asked.required)}")
         return calls, rules
 
 
 class ForceLlama(ForceJson):
     """Objects without a marker: an answer is calls from its beginning, or text that cannot be taken for one."""
 
-    def __call__(
-        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-    ) -> Grammar | None:
-        """Make the grammar, as `ForceFn` describes."""
-        if required:
-            return super().__call__(tools, name, parallel=parallel, required=True)
-        calls, rules = self._calls(tools, name, required=False)
-        more = f" ({literal(self._between + self._trigger)} call)*" if parallel else ""
+    def __call__(self, asked: Asked) -> Grammar | None:
+        """Make the grammar."""
+        if asked.required:
+            return super().__call__(asked)
+        if asked.schema is not None:
+            return None  # a call begins as JSON does
+        calls, rules = self._calls(asked)
+        more = f" ({literal(self._between + self._trigger)} call)*" if asked.parallel else ""
         lines = [
             f"rest: FIRST call{more} | NO_CALL",
             r'FIRST: /\n{0,2}\{"(type": "function", ")?name": "/',
             f"NO_CALL: /(?s:.*)/ & ~/{_LLAMA_CALL}/",
         ]
-        return _grammar([*_starts(reasoning), *lines], calls, rules)
+        return _grammar([*_starts(asked.reasoning), *lines], calls, rules)
 
 
 class ForceList(ForceJson):
@@ -102,28 +128,26 @@ class ForceList(ForceJson):
         self._opens, self._closes = opens, literal(closes + written.end)
         self._marker = written.begin
 
-    def __call__(
-        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-    ) -> Grammar | None:
-        """Make the grammar, as `ForceFn` describes."""
-        calls, rules = self._calls(tools, name, required=required)
-        more = f" ({literal(self._between)} call)*" if parallel and name is None else ""
-        if required:
-            return _grammar([f"start: {literal(self._marker + self._opens)} call{more} {self._closes}"], calls, rules)
+    def __call__(self, asked: Asked) -> Grammar | None:
+        """Make the grammar."""
+        calls, rules = self._calls(asked)
+        more = f" ({literal(self._between)} call)*" if asked.several else ""
+        if asked.calls_alone:
+            return _grammar(_alone(asked, f"{literal(self._marker + self._opens)} call{more} {self._closes}"), calls, rules)
         piece = f"lead {literal(self._opens)} call{more} {self._closes}"
-        rest = f"({piece})* TEXT" if parallel else f"{piece} | TEXT"
-        return _grammar([*_starts(reasoning), f"rest: {rest}", f"lead[lazy]: {up_to(self._marker)}"], calls, rules)
+        rest = f"({piece})* TEXT" if asked.parallel else f"{piece} | TEXT"
+        return _grammar([*_starts(asked.reasoning), f"rest: {rest}", f"lead[lazy]: {up_to(self._marker)}"], calls, rules)
 
 
 class ForcePythonic(ForceList):
     """Calls as Python writes them. The values are JSON, which the parser reads too, but for the words of Python."""
 
-    def _calls(self, tools: Sequence[Tool], name: str | None, *, required: bool) -> tuple[list[str], list[str]]:
+    def _calls(self, asked: Asked) -> tuple[list[str], list[str]]:
         calls = []
         rules = ["ANY_NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}/", f"any_argument: ANY_NAME {literal('=')} {json_value({})}"]
-        for index, tool in enumerate(_wanted(tools, name)):
+        for index, tool in enumerate(asked.wanted):
             arguments = '(any_argument (", " any_argument)*)?'
-            if required or tool.strict:
+            if asked.required or tool.strict:
                 arguments = f"first_{index}_0"
                 rules += self._arguments(tool, index)
             calls.append(f"{literal(tool.name + '(')} {arguments} {literal(')')}")
@@ -156,53 +180,52 @@ class ForceTagged:
         self._written = written
         self._arguments = TaggedArguments(written)
 
-    def __call__(
-        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-    ) -> Grammar | None:
-        """Make the grammar, as `ForceFn` describes."""
+    def __call__(self, asked: Asked) -> Grammar | None:
+        """Make the grammar."""
         written = self._written
         calls, rules = [], [self._arguments.any_text, ANY_KEY]
-        for index, tool in enumerate(_wanted(tools, name)):
+        for index, tool in enumerate(asked.wanted):
             arguments = self._arguments.any
-            if required or tool.strict:
+            if asked.required or tool.strict:
                 arguments, of_tool = self._arguments.rules(tool, index)
                 rules += of_tool
             calls.append(f'{literal(tool.name + written.name_end)} "\\n"? {arguments} {literal(written.end)}')
         leads = [f"lead[lazy]: {up_to(written.begin)}"]
         piece = whole = "call"
         if written.section:
-            more = f' ("\\n"? {literal(written.begin)} call)*' if written.many and parallel and name is None else ""
+            more = f' ("\\n"? {literal(written.begin)} call)*' if written.many and asked.several else ""
             whole = f'"\\n"? {literal(written.begin)} call{more} "\\n"? {literal(written.section_end)}'
             leads.append(f"lead_of_all[lazy]: {up_to(written.section)}")
         section = literal(written.section or written.begin)
-        if required:
-            more = f' ("\\n"? {section} {whole})*' if parallel and name is None and not written.many else ""
-            return _grammar([f'start: "\\n"? {section} {whole}{more}'], calls, rules)
+        if asked.calls_alone:
+            more = f' ("\\n"? {section} {whole})*' if asked.several and not written.many else ""
+            return _grammar(_alone(asked, f'"\\n"? {section} {whole}{more}'), calls, rules)
         piece = f"(lead call | lead_of_all {whole})" if written.section else "lead call"
-        rest = f"({piece})* TEXT" if parallel else f"{piece} | TEXT"
-        return _grammar([*_starts(reasoning), f"rest: {rest}", *leads], calls, rules)
+        rest = f"({piece})* TEXT" if asked.parallel else f"{piece} | TEXT"
+        return _grammar([*_starts(asked.reasoning), f"rest: {rest}", *leads], calls, rules)
 
 
-def force_harmony(
-    tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-) -> Grammar | None:
-    """Make the grammar, as `ForceFn` describes. A call ends the answer, so there is one at most.
+def force_harmony(asked: Asked) -> Grammar | None:
+    """Make the grammar. A call ends the answer, so there is one at most.
 
     The markers are special tokens here. Reasoning is one of the messages, so its tags tell nothing new. The model may have to end a
     final message that the prompt has begun.
     """
     calls, rules = [], []
-    for index, tool in enumerate(_wanted(tools, name)):
+    for index, tool in enumerate(asked.wanted):
         calls.append(f'{literal(f"commentary to=functions.{tool.name} ")} <|constrain|> "json" {MESSAGE} arguments_{index}')
-        rules.append(f"arguments_{index}: {_object(tool, required=required)}")
-    if required:
+        rules.append(f"arguments_{index}: {_object(tool, required=asked.required)}")
+    if asked.required:
         return _grammar([f'start: ({END} {START} "assistant")? {CHANNEL} call'], calls, rules)
     markers = "|".join(pattern(marker) for marker in (START, CHANNEL, END, CALL, RETURN))
+    last, channels = "message", "analysis|commentary|final"
+    if asked.schema is not None:
+        last, channels = f'{CHANNEL} "final" {MESSAGE} {json_answer(asked.schema)}', "analysis"
     lines = [
         f'start: (message {END} {START} "assistant")* last',
-        f"last: message | {CHANNEL} call",
+        f"last: {last} | {CHANNEL} call",
         f"message: {CHANNEL} CHANNEL_NAME {MESSAGE} TEXT",
-        "CHANNEL_NAME: /analysis|commentary|final/",
+        f"CHANNEL_NAME: /{channels}/",
         f"TEXT: /(?s:.*)/ & ~/(?s:.*)({markers})(?s:.*)/",
     ]
     return _grammar(lines, calls, rules)
@@ -225,20 +248,24 @@ def _python_value(tool: Tool, key: str) -> str:
     return json_argument(schema, tool.parameters) if isinstance(schema, Mapping) else json_value({})
 
 
-def _starts(reasoning: tuple[str, str]) -> list[str]:
-    """Reasoning that may be, then `rest`."""
+def _alone(asked: Asked, calls: str) -> list[str]:
+    """Calls without text around; where they are not required, reasoning that may be, then these or JSON of the schema."""
+    if asked.required or asked.schema is None:
+        return [f"start: {calls}"]
+    rest = f'rest: "\\n"? "\\n"? ({calls} | {json_answer(asked.schema)})'
+    return [*_starts(asked.reasoning, endless=False), rest]
+
+
+def _starts(reasoning: tuple[str, str], *, endless: bool = True) -> list[str]:
+    """Reasoning that may be, then `rest`. endless: the answer may end within reasoning."""
     begin, end = reasoning
-    lines = ["TEXT: /(?s:.*)/"]
+    lines = ["TEXT: /(?s:.*)/"] if endless else []
     if not end:
         return ["start: rest", *lines]
-    lines += ["reasoned: ended rest | TEXT", f"ended[lazy]: {up_to(end)}"]
+    lines += ["reasoned: ended rest" + " | TEXT" * endless, f"ended[lazy]: {up_to(end)}"]
     if not begin:
         return ["start: reasoned", *lines]
     return ["start: rest | opened reasoned", rf"opened[lazy]: /{_BLANK}{{0,16}}{pattern(begin)}/", *lines]
-
-
-def _wanted(tools: Sequence[Tool], name: str | None) -> list[Tool]:
-    return [tool for tool in tools if name in (None, tool.name)]
 
 
 def _grammar(lines: Sequence[str], calls: Sequence[str], rules: Sequence[str]) -> Grammar | None:
@@ -258,7 +285,7 @@ def _list_of_objects(written: ObjectFormat, *, opens: str, between: str, closes:
     return ForceList(written, '{"name": "', '", "arguments": ', "}", opens=opens, between=between, closes=closes)
 
 
-FORCED_BY: Final[Mapping[str, ForceFn]] = {
+FORCED_BY: Final[Mapping[str, Callable[[Asked], Grammar | None]]] = {
     "hermes": _objects(HERMES),
     "longcat": _objects(LONGCAT),
     "nemotron": _list_of_objects(NEMOTRON, opens="[", between=", ", closes="]"),

@@ -11,6 +11,8 @@ from enginery.api import RequestError
 
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+_ANSWER_SPACING: Final = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}"}  # on one line or indented, but no spaces without end
+
 
 def literal(text: str) -> str:
     """A text as a Lark literal; empty for an empty text, which Lark has no literal for."""
@@ -23,6 +25,17 @@ def json_value(schema: Mapping[str, Any]) -> str:
         return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
     except RecursionError as error:
         raise RequestError("the parameters of a tool are nested too deeply", param="tools") from error
+
+
+def json_answer(schema: str) -> str:
+    """JSON text that satisfies a schema, spaced as models like. schema: JSON text. Raises `RequestError`."""
+    try:
+        read = json.loads(schema)
+        if not isinstance(read, dict):
+            raise RequestError("the JSON schema of the answer is no JSON object", param="grammar")
+        return f"%json {json.dumps({**read, 'x-guidance': _ANSWER_SPACING})}"
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the JSON schema of the answer cannot be read: {str(error)[:200]}", param="grammar") from error
 
 
 def pattern(text: str) -> str:

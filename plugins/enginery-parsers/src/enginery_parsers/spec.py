@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from enginery.api import Grammar, OutputParser, ParserFacts, ParserSetup, ParserSpec, Tool
+from enginery.api import Grammar, GrammarKind, OutputParser, ParserFacts, ParserSetup, ParserSpec, Tool
 
 _DEEPSEEK_CALLS: Final = "<\uff5ctool▁calls▁begin\uff5c>"
 _DEEPSEEK_ANSWER: Final = "<\uff5cAssistant\uff5c>"
@@ -21,12 +22,25 @@ def _make(parser: str, setup: ParserSetup) -> OutputParser:
     return MADE_BY[parser](setup)
 
 
-def _force(
-    parser: str, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
-) -> Grammar | None:
-    from enginery_parsers.forcing import FORCED_BY
+@dataclass(frozen=True)
+class _Force:
+    """A `ForceFn`. answer: what one without calls follows; None: it is any text."""
 
-    return FORCED_BY[parser](tools, name, parallel=parallel, required=required, reasoning=reasoning)
+    parser: str
+    answer: Grammar | None = None
+
+    def __call__(
+        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
+    ) -> Grammar | None:
+        from enginery_parsers.forcing import FORCED_BY, Asked
+
+        schema = None
+        if self.answer is not None:
+            if self.answer.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+                return None
+            schema = self.answer.source or '{"type": "object"}'
+        asked = Asked(tools=tools, name=name, parallel=parallel, required=required, reasoning=reasoning, schema=schema)
+        return FORCED_BY[self.parser](asked)
 
 
 def _ends_in(prompt: str, *, opening: str) -> bool:
@@ -61,13 +75,14 @@ def _is_lfm2(facts: ParserFacts) -> bool:
 def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool]) -> ParserSpec:
     return ParserSpec(
         name=name,
-        api=(2, 0),
+        api=(2, 1),
         kind="tools",
         summary=summary,
         suits=suits,
         make=partial(_make, name),
         needs_special_tokens=True,
-        force=partial(_force, name),
+        force=_Force(name),
+        force_or_json=partial(_Force, name),
     )
 
 

@@ -385,10 +385,16 @@ def test_a_format_of_no_standard_is_a_remark() -> None:
         "additionalProperties": False,
         "$defs": {"format": {"type": "string", "format": "binary", "minLength": 1}},
     }
-    state = compiled(tokens, Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema))).start()
     text = '{"format": "/a", "fixed": {"format": "path"}, "many": ["x"]}'
-    assert all(state.accept(1 + byte) for byte in text.encode())
-    assert state.is_finished
+    within = f'start: "<" call ">" | other\ncall: %json {json.dumps(schema)}\nother: %json\n {json.dumps(schema)}\n'
+    for kind, source, written in (
+        (GrammarKind.JSON_SCHEMA, json.dumps(schema), text),
+        (GrammarKind.GRAMMAR, within, f"<{text}>"),
+        (GrammarKind.GRAMMAR, within, text),
+    ):
+        state = compiled(tokens, Grammar(kind=kind, source=source)).start()
+        assert all(state.accept(1 + byte) for byte in written.encode())
+        assert state.is_finished
     for known in ("regex", "uri-reference"):
         with pytest.raises(RequestError, match=f"Unknown format: {known}"):
             compiled(tokens, Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps({"type": "string", "format": known})))

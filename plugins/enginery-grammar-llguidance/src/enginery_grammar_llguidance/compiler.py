@@ -30,6 +30,7 @@ TRIAL_S: Final = 2.0
 # last, so a schema's own `x-guidance` cannot make the compiler drop the keywords it does not know.
 _JSON: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}", "lenient": False}
 _FORMAT: Final = re.compile(r'"format"\s*:\s*"([^"]*)"')
+_SCHEMA_IN_LARK: Final = re.compile(r"%json\s*(?=\{)")
 _STANDARD_FORMATS: Final = {  # JSON Schema 2020-12, validation, section 7.3
     *("date-time", "date", "time", "duration"),
     *("email", "idn-email", "hostname", "idn-hostname"),
@@ -165,6 +166,19 @@ def _plain(schema: object) -> object:
     return kept
 
 
+def _lark(source: str) -> str:
+    """With the schemas in it as `_without_remarks` has them, such as those of tools' arguments."""
+    parts, place = [], 0
+    for found in _SCHEMA_IN_LARK.finditer(source):
+        if found.start() < place:
+            continue  # within another's text
+        with suppress(ValueError, RecursionError):
+            _, end = json.JSONDecoder().raw_decode(source, found.end())
+            parts += [source[place : found.end()], _without_remarks(source[found.end() : end])]
+            place = end
+    return LLMatcher.grammar_from_lark("".join(parts) + source[place:])
+
+
 def _choice(source: str) -> str:
     try:
         choices = json.loads(source)
@@ -183,7 +197,7 @@ _SOURCES: Final[Mapping[GrammarKind, Callable[[str], str]]] = {
     GrammarKind.JSON_OBJECT: lambda source: _json_schema('{"type": "object"}'),
     GrammarKind.JSON_SCHEMA: _json_schema,
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
-    GrammarKind.GRAMMAR: LLMatcher.grammar_from_lark,
+    GrammarKind.GRAMMAR: _lark,
     GrammarKind.CHOICE: _choice,
 }
 

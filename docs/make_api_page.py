@@ -79,7 +79,9 @@ ABOUT: Final = {
         "items as `input`. A tool is strict only if it says so. `effort` of `reasoning` is the "
         "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole.\n\n"
         "`include` may ask for `reasoning.encrypted_content`, which is always null: reasoning is in its item's `content`, as text. "
-        "Send that back with the other items. `encrypted_content` that is sent has no effect."
+        "Send that back with the other items. `encrypted_content` that is sent has no effect.\n\n"
+        "Tools are functions. Others (`web_search`, `namespace`, `custom`, `mcp`) are refused; "
+        "[the quickstart](quickstart.md#codex) has the settings with which Codex sends none of them."
     ),
     "/v1/responses/input_tokens": "How many tokens such a prompt has.",
     "/v1/messages": (

@@ -182,7 +182,7 @@ class LaunchPlan:
 
     A frame on stdin is its length in 8 bytes, big-endian, and its bytes. Stdin stays open as long as the rank is to live, and a
     rank ends when it does. start: runs these commands, one for each rank, as processes of this host. joining: for executors with
-    `ExecutorSpec.listen`, which take it in place of `command` and `start`; None for others. devices: of each, as of `--device`.
+    `ExecutorSpec.listen`, which take it in place of `command` and `start`; None for others. devices: of each, never auto.
     """
 
     num_others: int

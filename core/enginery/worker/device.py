@@ -51,7 +51,7 @@ def devices_of_ranks(asked: EngineOptions, *, joining: bool = False) -> tuple[st
     joining: ranks come from anywhere, and each takes the first GPU that it sees.
     """
     count = asked.num_ranks
-    device = "cuda" if asked.device == "auto" and torch.cuda.is_available() else asked.device
+    device = torch_device("auto").type if asked.device == "auto" else asked.device
     if joining or not (device.startswith("cuda") and torch.cuda.is_available()):
         return (device,) * count
     if device != "cuda":

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import psutil
@@ -69,6 +72,46 @@ def test_a_rank_that_computes_on_a_gpu_has_one_to_itself(options: dict[str, obje
     with LLM(**options, tp=2, executor="ray"):
         (member,) = (process for process in members() if process not in before)
         assert member.environ()["CUDA_VISIBLE_DEVICES"] in "0123"
+
+
+@pytest.fixture
+def full(cluster: None) -> Iterator[None]:
+    """All of the cluster's processors are taken."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([{"CPU": 8}])
+    assert group.wait(60)
+    yield
+    remove_placement_group(group)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("full")
+def test_where_ray_has_no_room_it_is_said_soon_and_ends_the_start_later(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from enginery_executor_ray import placing
+
+    monkeypatch.setattr(placing, "_SOON_S", 1.0)
+    monkeypatch.setattr(placing, "_PLACE_S", 3.0)
+    with caplog.at_level(logging.WARNING), pytest.raises(placing.NoRoom, match=r"no room for 1 rank of one CPU in 3 s; ray status"):
+        LLM(**options, tp=2, executor="ray").close()
+    (said,) = (record.message for record in caplog.records if "no room" in record.message)
+    assert said == "Ray has no room yet for 1 rank of one CPU; it has 3 s for it, and ray status tells what it has"
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("full")
+def test_who_interrupts_a_start_does_not_wait_for_room(options: dict[str, object]) -> None:
+    """It took the rest of two minutes. Nothing is asked of Ray any more then."""
+    from ray.util import placement_group_table
+
+    threading.Timer(3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(**options, tp=2, executor="ray").close()
+    assert time.monotonic() - began_s < 20
+    assert "PENDING" not in {group["state"] for group in placement_group_table().values()}
 
 
 @pytest.mark.ray

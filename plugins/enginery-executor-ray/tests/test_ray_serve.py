@@ -189,8 +189,39 @@ def test_engines_are_as_many_as_their_metrics_ask_for(
 
 
 @pytest.mark.usefixtures("with_ray")
-def test_options_whose_place_ray_takes_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"port": "1", "api_key": "k"}, "api_key, port: Ray Serve listens"),
+        ({"min_replicas": "x"}, "min_replicas is 'x', but must be a whole number from 1 on"),
+        ({"min_replicas": "0"}, "min_replicas is '0', but must be a whole number from 1 on"),
+        ({"target_requests": 0}, "target_requests is 0, but must be a whole number from 1 on"),
+        ({"gpus": "-1"}, "gpus is '-1', but must be a whole number from 0 on"),
+        ({"min_replicas": "3", "max_replicas": "2"}, "max_replicas is 2, but min_replicas 3"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(given: dict[str, object], told: str) -> None:
+    """No engine at all would never be more, as it is engines that tell how many there are to be."""
     from enginery_executor_ray.serving import application
 
-    with pytest.raises(ValueError, match="api_key, port: Ray Serve listens"):
-        application({"model": "m", "port": "1", "api_key": "k"})
+    with pytest.raises(ValueError, match=told):
+        application({"model": "m", **given})
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_arguments_are_options_and_true_and_false_are_switches() -> None:
+    """A file of Ray Serve's has numbers and booleans; a command line has words."""
+    from enginery_executor_ray.serving import options_of
+
+    given = {"tp": 2, "ep": "true", "prefix_cache": False, "model": "m"}
+    assert options_of(given) == ["--tp=2", "--ep", "--no-prefix-cache", "--model=m"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_server_that_does_not_begin_is_told_with_its_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    """`serve status` has them then, and Ray's log of the replica all."""
+    from enginery_executor_ray.serving import Engine
+
+    with pytest.raises(RuntimeError, match=r"ended with status 2; its last lines were:\n.*no option --min-replica"):
+        Engine({"min_replica": "2"})
+    assert "no option --min-replica" in capfd.readouterr().err

@@ -64,6 +64,13 @@ def test_ranks_of_a_cpu_share_it(gpus: int) -> None:
     assert devices_of_ranks(asked(device="cpu")) == ("cpu", "cpu")
 
 
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+@pytest.mark.parametrize("joining", [False, True])
+def test_where_there_is_no_gpu_ranks_are_on_the_cpu(gpus: int, joining: bool) -> None:
+    """An executor is told so: for `auto` Ray was asked for GPUs, which nobody had."""
+    assert devices_of_ranks(asked(device="auto"), joining=joining) == ("cpu", "cpu")
+
+
 def test_a_rank_has_its_gpu_to_itself_and_a_part_of_the_hosts_memory() -> None:
     two = ParallelFacts(tensor_size=2)
     assert of_one_rank(GPU, two).available_bytes == 1000

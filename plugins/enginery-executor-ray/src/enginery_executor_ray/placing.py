@@ -6,6 +6,7 @@ this process ── actor: start `engine rank --join` ──> node      one task
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -13,14 +14,16 @@ from collections import deque
 from typing import Any, Final
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from enginery.api import Death, EnginError, Joining, LaunchPlan, RunningRanks
 
 _PLACE_S: Final = 120.0  # until Ray has room; an autoscaling cluster may start a node for it
+_SOON_S: Final = 5.0  # then it is said that there is none yet
 _LOOK_S: Final = 0.5
 _LAST_LINES: Final = 12
+_log: Final = logging.getLogger(__name__)
 
 
 class NoRoom(EnginError):
@@ -43,11 +46,6 @@ def place(plan: LaunchPlan) -> RunningRanks:
     needs: list[dict[str, float]] = [{"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1} for device in plan.devices]
     group = placement_group(needs, strategy="SPREAD")
     try:
-        if not group.wait(_PLACE_S):
-            raise NoRoom(
-                f"Ray has no room for {plan.num_others} ranks, each of {' and '.join(f'one {name}' for name in needs[0])}, in "
-                f"{_PLACE_S:g} s; ray status tells what it has"
-            )
         placed = _Placed(group, plan.joining, needs)
         return RayRanks(plan.joining.wait(placed.look), placed)
     except BaseException:
@@ -96,10 +94,14 @@ class _Placed:
         self._runs = {
             actor.run.remote(joining.address, joining.key, rank): rank for rank, actor in enumerate(self._actors, start=1)
         }
+        ranks = "1 rank" if len(needs) == 1 else f"{len(needs)} ranks, each"
+        self._asked = f"{ranks} of {' and '.join(f'one {name}' for name in needs[0])}"
+        self._asked_s, self._has_room, self._has_said = time.monotonic(), False, False
         self._looked_s = 0.0
 
     def look(self) -> None:
-        """While ranks join: raise when one has ended."""
+        """While ranks join: raise when one has ended, or when there is no room for them."""
+        self._look_for_room()
         for death in self.lost():
             said = "; its last lines were:\n  " + "\n  ".join(death.last_lines) if death.last_lines else ""
             raise EnginError(f"rank {death.rank} {death.how}, before it joined{said}")
@@ -117,6 +119,17 @@ class _Placed:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+    def _look_for_room(self) -> None:
+        if self._has_room or time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._has_room = placement_group_table(self._group)["state"] == "CREATED"
+        waited_s = time.monotonic() - self._asked_s
+        if not self._has_room and waited_s > _PLACE_S:
+            raise NoRoom(f"Ray has had no room for {self._asked} in {_PLACE_S:g} s; ray status tells what it has")
+        if not self._has_room and waited_s > _SOON_S and not self._has_said:
+            self._has_said = True
+            _log.warning("Ray has no room yet for %s; it has %g s for it, and ray status tells what it has", self._asked, _PLACE_S)
 
     def _death(self, rank: int, run: Any) -> Death:
         try:

@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,13 +33,13 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-_OWN: Final = {
-    "min_replicas": 1,
-    "max_replicas": 1,
-    "target_requests": 64,
-    "upscale_delay_s": 10,
-    "downscale_delay_s": 600,
-    "gpus": 0,
+_OWN: Final = {  # by name, what each is unless given, and what it is at least
+    "min_replicas": (1, 1),
+    "max_replicas": (1, 1),
+    "target_requests": (64, 1),
+    "upscale_delay_s": (10, 0),
+    "downscale_delay_s": (600, 0),
+    "gpus": (0, 0),
 }
 _REFUSED: Final = frozenset(
     {"host", "port", "uds", "dp", "api_key", "api_key_file"}
@@ -58,6 +59,7 @@ _TRIES: Final = 3
 _METRICS_S: Final = 2.0
 _LOOK_BACK_S: Final = 10.0
 _MOST_REQUESTS: Final = 100_000  # the engine has its own bounds, and says so
+_LAST_LINES: Final = 12
 _HOP_BY_HOP: Final = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 _METRICS: Final = {
     "vllm:num_requests_running": "running",
@@ -81,21 +83,25 @@ class Asked:
 class Engine:
     """A replica: `engine serve` with these flags. Raises `RuntimeError` with its last lines where it does not begin."""
 
-    def __init__(self, flags: Mapping[str, str]) -> None:
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    def __init__(self, flags: Mapping[str, object]) -> None:
         self._is_over = False
         environ = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "enginery", "serve", "--host=127.0.0.1", "--port=0", *options],
+            [sys.executable, "-P", "-m", "enginery", "serve", "--host=127.0.0.1", "--port=0", *options_of(flags)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env=environ,
         )
         assert self._server.stdout is not None
+        last: deque[str] = deque(maxlen=_LAST_LINES)
+        hearing = threading.Thread(target=self._pass_on_stderr, args=(last,), daemon=True)
+        hearing.start()
         found = (re.search(r"at (http://[^,\s]+)", line) for line in self._server.stdout)
         if (line := next(filter(None, found), None)) is None:
-            raise RuntimeError(f"engine serve ended with status {self._server.wait()}; its stderr is in Ray's log of this replica")
+            hearing.join()
+            raise RuntimeError(f"engine serve ended with status {self._server.wait()}; its last lines were:\n" + "".join(last))
         threading.Thread(target=self._end_with_server, daemon=True).start()
         self._client = httpx.AsyncClient(base_url=line[1], timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
 
@@ -132,6 +138,13 @@ class Engine:
             if name in _METRICS:
                 found[_METRICS[name]] += float(value)
         return found
+
+    def _pass_on_stderr(self, last: deque[str]) -> None:
+        """To Ray's log of this replica. last: gets its last lines."""
+        assert self._server.stderr is not None
+        for line in self._server.stderr:
+            last.append(line)
+            print(line, end="", file=sys.stderr, flush=True)
 
     def _end_with_server(self) -> None:
         """At once, and not when Ray looks again: until then it would send requests here."""
@@ -206,15 +219,23 @@ def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas), {}
 
 
-def application(args: Mapping[str, str]) -> serve.Application:
+def options_of(flags: Mapping[str, object]) -> list[str]:
+    """As a command line has them: of a switch the value is true or false."""
+    switches = {"true": "--{}", "false": "--no-{}"}
+    return [switches.get(str(value).lower(), "--{}={}").format(name.replace("_", "-"), value) for name, value in flags.items()]
+
+
+def application(args: Mapping[str, object]) -> serve.Application:
     """args: options of `engine serve` by name, and of the application: min_replicas, max_replicas, target_requests (of an engine),
     upscale_delay_s and downscale_delay_s (how long as many have to be wanted), gpus (of each engine).
 
-    Raises `ValueError` for options whose place Ray takes.
+    Raises `ValueError` for options whose place Ray takes, and for numbers that cannot be.
     """
     if refused := _REFUSED & args.keys():
         raise ValueError(f"{', '.join(sorted(refused))}: Ray Serve listens, and has the replicas; set this there, or leave it out")
-    own = {name: int(args.get(name, default)) for name, default in _OWN.items()}
+    own = {name: _whole(name, args.get(name, default), at_least) for name, (default, at_least) in _OWN.items()}
+    if "max_replicas" in args and own["max_replicas"] < own["min_replicas"]:
+        raise ValueError(f"max_replicas is {own['max_replicas']}, but min_replicas {own['min_replicas']}; give no fewer")
     flags = {name: value for name, value in args.items() if name not in _OWN}
     scaling = AutoscalingConfig(
         min_replicas=own["min_replicas"],
@@ -236,6 +257,13 @@ def application(args: Mapping[str, str]) -> serve.Application:
         request_router_config=_router(),
     )
     return Front.bind(engines.bind(flags))  # type: ignore[attr-defined]
+
+
+def _whole(name: str, given: object, at_least: int) -> int:
+    number = int(str(given)) if re.fullmatch(r"\d+", str(given)) else -1
+    if number < at_least:
+        raise ValueError(f"{name} is {given!r}, but must be a whole number from {at_least} on")
+    return number
 
 
 def _router() -> RequestRouterConfig:

@@ -55,10 +55,10 @@ def rank(
     from enginery.engine.ranks.keys import RankKey
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if new_key is not None:
+    if new_key is not None and join is None:
         RankKey.new().write(new_key)
-    elif join is None or rank_key_file is None:
-        raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE to make a key")
+    elif new_key is not None or join is None or rank_key_file is None:
+        raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE alone to make a key")
     else:
         own = joining.OwnOptions(**vars(host))
         if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):

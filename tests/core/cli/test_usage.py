@@ -145,3 +145,11 @@ def test_a_rank_cannot_join_at_a_port_that_there_is_not(run, address: str, tmp_p
     assert run("rank", "--new-key", key)[2] == 0
     _, err, code = run("rank", "--join", address, "--rank-key-file", key, "--wait-s", "0.1")
     assert (err, code) == (f"engine: --join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen\n", 2)
+
+
+def test_who_makes_a_key_joins_nothing(run, tmp_path) -> None:
+    """It made the key, and left out to join."""
+    key = tmp_path / "ranks.key"
+    _, err, code = run("rank", "--new-key", str(key), "--join", "tcp://127.0.0.1:5550")
+    assert (code, key.exists()) == (2, False)
+    assert "--new-key FILE alone" in err

@@ -65,7 +65,7 @@ def test_whatever_is_asked_of_lanes_is_answered_alike(overlap: bool, tmp_path: P
 def test_preempted_and_aborted_requests_leave_both_lanes_whole(
     overlap: bool, tmp_path: Path, registry: Registry, kept: KeptRanks
 ) -> None:
-    few = {"num_pages": 14, "page_size": 4, "max_model_len": 56, "max_batch_tokens": 16, "overlap": overlap}
+    few = {"num_pages": 12, "page_size": 4, "max_model_len": 48, "max_batch_tokens": 16, "overlap": overlap}
     asked = options(model=folder_of(tmp_path, MOE), **few)
     requests = [request(str(index), prompt[:8], max_tokens=24) for index, prompt in enumerate(PROMPTS + PROMPTS)]
     one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])

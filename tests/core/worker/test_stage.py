@@ -60,7 +60,7 @@ def test_layers_of_equal_facts_are_equal_wherever_they_are() -> None:
     ("layers", "changes", "said"),
     [
         (((ATTENTION, 1), (ATTENTION, 0)), {}, "in the order in which they run; their decoder layers are [1, 0]"),
-        (((ATTENTION, 3),), {"num_decoder_layers": 3}, "a layer is in decoder layer 3, and there are self.num_decoder_layers=3"),
+        (((ATTENTION, 3),), {"num_decoder_layers": 3}, "a layer is in decoder layer 3, and num_decoder_layers is 3"),
     ],
 )
 def test_layers_that_contradict_each_other_are_named(

@@ -6,6 +6,7 @@ is near, and their launches wait for nothing.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -35,7 +36,18 @@ RECURRENT = HYBRIDS | MAMBA
 WRONG_BEFORE_5_23 = ("bamba", "granite", "mamba2")  # in transformers, on CPUs: prompts longer than a chunk of theirs
 MODELS = RECURRENT | GEMMAS | {"gpt-oss": GPT_OSS, "mimo": MIMO}
 # Not one of all: scans and convolutions are `delta`'s kernels with fla too.
-CHUNKED = ["bamba", "falcon_h1", "granite_moe", "kimi_linear", "minimax", "nemotron_h", "qwen3_5", "qwen3_next"]
+CHUNKED = [
+    "bamba",
+    "falcon_h1",
+    "granite_moe",
+    "kimi_linear",
+    "minimax",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "nemotron_h_latent",
+    "qwen3_5",
+    "qwen3_next",
+]
 ON = {"device": "cuda", "page_size": 16, "max_batch_requests": 16}
 PROMPTS = (1, 5, 6)
 NUM_TOKENS = 24
@@ -77,12 +89,14 @@ def test_greedy_tokens_are_equal_in_float32_the_first_time_and_again(
 
 
 @pytest.mark.parametrize("states", ["delta", "fla"])
-@pytest.mark.parametrize("name", CHUNKED)
-def test_bfloat16_stays_close_in_chunks_of_either_kind(write_oracle: Callable[..., Oracle], *, name: str, states: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in CHUNKED), ("nemotron_h_moe", "float16")])
+def test_half_precision_stays_close_in_chunks_of_either_kind(
+    write_oracle: Callable[..., Oracle], *, name: str, dtype: str, states: str
+) -> None:
     """From a state that is zero and, of longer prompts, from one that the chunk before left. See test_parity_gpu for the median."""
     oracle, registry = write_oracle(name, RECURRENT[name]), Registry.load(options=("fla.by_token=0",))
     prompts = oracle.prompts[:6]
-    found = each_last_logits(registry, asked(oracle, name, states, dtype="bfloat16", max_batch_tokens=24), prompts)
+    found = each_last_logits(registry, asked(oracle, name, states, dtype=dtype, max_batch_tokens=24), prompts)
     errors = [float((each - wanted).norm() / wanted.norm()) for each, wanted in zip(found, last_of(oracle, prompts), strict=True)]
     assert statistics.median(errors) < 0.06, errors
 
@@ -113,3 +127,26 @@ def test_launching_a_step_of_a_hybrid_waits_for_nothing(
     monkeypatch.setattr(engine._runner, "launch", watched)
     generate(engine, [prompt[::-1] for prompt in prompts], max_tokens=8)
     assert steps == {(True, False), (True, True), (False, True)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_experts_of_two_ranks_are_those_of_one_and_wait_for_nothing(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Nemotron-H's, divided as `--ep` divides them: each rank's sum is of the tokens' experts that it has."""
+    squared, bound = pytest.importorskip("enginery_model_mamba.squared").SquaredExperts, []
+    init = squared.__init__
+    monkeypatch.setattr(squared, "__init__", lambda made, *given, **named: (init(made, *given, **named), bound.append(made))[0])
+    oracle = write_oracle("nemotron_h_moe", RECURRENT["nemotron_h_moe"])
+    engine = Engine.build(asked(oracle, "nemotron_h_moe", "delta", dtype=dtype, graphs=False), registry)
+    whole = next(each for each in bound if each.up.is_cuda)  # others measured what it takes
+    half = whole.num_experts // 2
+    x = torch.randn(19, oracle.model.config.hidden_size, device="cuda", dtype=getattr(torch, dtype))
+    parts = [copy.copy(whole), copy.copy(whole)]
+    for part, own in zip(parts, (slice(0, half), slice(half, None)), strict=True):
+        part.own, part.up, part.down = range(whole.num_experts)[own], whole.up[own], whole.down[own]
+    with no_reads(x.device):
+        told, summed = whole(x), sum(part(x) for part in parts)
+    error = (summed - told).norm() / told.norm()
+    assert error < (1e-5 if dtype == "float32" else 2e-2), error
+    engine.close()

@@ -2,9 +2,9 @@
 
 A verification of L guesses tells 1 + a1 + a1 a2 + ... + a1..aL tokens on average, where aj is how often the guess at place j is
 right if those before it were. It takes t(B, L) seconds with B requests, guessing included. Both are measured while the engine runs:
-now and then another length is tried for a few steps, none, the next longer one or the next shorter one: a longer one is taken if it
-gives a twelfth more, a shorter one if it gives a fiftieth. None is tried too because it is no neighbour: steps without guesses are
-plain decoding, which may be faster than a length whose neighbours are both slower.
+now and then another length is tried for a few steps, none, a longer one or the next shorter one: a longer one is taken if it gives
+a twelfth more, a shorter one if it gives a fiftieth. Longer ones take turns, as five guesses may pay where one does not: nothing
+overlaps a verification of any length. None is tried too, as plain decoding may be faster than a length whose neighbours are slower.
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock: what is captured for
@@ -211,9 +211,10 @@ class DraftLength:
         return self.told_each_step(length) > _GAIN_OF_MORE
 
     def _begin_trial(self, load: _Load) -> None:
-        """Of none, the next longer one and the next shorter one in turn, if there is time to lose for it: else that is saved."""
+        """Of none, a longer one and the next shorter one in turn, if there is time to lose for it: else that is saved."""
         at = load.lengths.index(load.length)
-        tried = (0, at + 1, at - 1)[load.turn % 3]
+        further = load.turn // 3 % (len(load.lengths) - at) if self._may_pay(load.lengths[-1]) else 0
+        tried = (0, at + 1 + further, at - 1)[load.turn % 3]
         load.steps = 0
         if not 0 <= tried < len(load.lengths) or tried == at:
             load.turn += 1

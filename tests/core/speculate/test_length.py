@@ -87,6 +87,17 @@ def test_guesses_that_pay_are_made_with_many_requests_too() -> None:
     assert rate_of(length, lambda length: 1 + 0.1 * length, chance=0.85, num_requests=32, tokens=500) > 1.5
 
 
+@pytest.mark.parametrize("num_requests", [8, 64, 256])
+def test_a_length_is_found_that_pays_though_shorter_ones_do_not(num_requests: int) -> None:
+    """As of the embedded model on a GPU: a verification of any length takes three plain steps, as nothing overlaps it."""
+
+    def seconds(length: int) -> float:
+        return 2.8 + 0.05 * length if length else 1.0
+
+    taken = lengths_over(DraftLength(7, device="cuda"), seconds, chances=[0.85] * 7, num_requests=num_requests, steps=5000)
+    assert share(taken, 7) + share(taken, 5) > 0.9
+
+
 def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
     assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64, 256)] == [5, 3, 3, 1, 0]
     assert [DraftLength(7).of(count) for count in (1, 4, 8, 64)] == [5, 2, 0, 0]

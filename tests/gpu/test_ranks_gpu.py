@@ -18,6 +18,7 @@ import pytest
 import torch
 from parity.engine_driver import drain, generate, greedy, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, LATENT_EXPERT_FAMILIES, Oracle
+from parity.test_mamba import FAMILIES as MAMBA
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
@@ -236,11 +237,11 @@ def assert_mesh_tells_what_transformers_tells(oracle: Oracle, registry: Registry
 
 @TWO_GPUS
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp_attention": 2}, {"dp_attention": 2, "ep": True}, {"tp": 2, "ep": True}])
+@pytest.mark.parametrize("family", ["deepseek-v2-lite-experts", "nemotron_h_moe"])
 def test_other_meshes_of_two_gpus_tell_what_transformers_tells(
-    write_oracle: Callable[..., Oracle], registry: Registry, mesh: dict[str, object]
+    write_oracle: Callable[..., Oracle], registry: Registry, family: str, mesh: dict[str, object]
 ) -> None:
-    oracle = write_oracle("deepseek-v2-lite-experts", ALL_FAMILIES["deepseek-v2-lite-experts"])
-    assert_mesh_tells_what_transformers_tells(oracle, registry, mesh)
+    assert_mesh_tells_what_transformers_tells(write_oracle(family, (ALL_FAMILIES | MAMBA)[family]), registry, mesh)
 
 
 @FOUR_GPUS

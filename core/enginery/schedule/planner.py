@@ -56,7 +56,7 @@ class BatchPlanner:
         prompts = self._schedule_verifications() if self._drafts else self._schedule_decodes()
         self._step.num_decode = len(self._step.requests)
         if num_rows := self._step.num_rows:
-            waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
+            waiting = self._table.waiting.num_tokens + sum(request.num_left for request in prompts)
             wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
             self._budget = min(self._budget, -(-(wanted + num_rows) // TILE_ROWS) * TILE_ROWS - num_rows)
         for request in prompts:
@@ -112,7 +112,7 @@ class BatchPlanner:
         if self._settings.stages == 1:
             return running
         known = [request for request in running if request.num_computed < len(request.token_ids)]
-        decoding = [request for request in known if request.num_expected - request.num_computed == 1]
+        decoding = [request for request in known if request.num_left == 1]
         later = set(decoding[-(-len(running) // self._settings.stages) :])
         return [request for request in known if request not in later]
 
@@ -121,7 +121,7 @@ class BatchPlanner:
 
         Rows that are sampled are at most `max_batch_requests`, for so many the memory plan has room.
         """
-        decoding = [request for request in self._table.running if request.num_expected - request.num_computed == 1]
+        decoding = [request for request in self._table.running if request.num_left == 1]
         most = max(0, min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1)
         size = 0 if self._kv.finite.allocators else self._kv.page_size  # 0: other kinds of memory are asked each time
         chosen: list[tuple[Request, Sequence[int]]] = []
@@ -137,7 +137,7 @@ class BatchPlanner:
                 self._take_pages(request, 1 + len(drafts))
             chosen.append((request, drafts))
         self._add_drafts(chosen)
-        return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
+        return [request for request in self._table.running if request.num_left > 1]
 
     def _add_drafts(self, chosen: Sequence[tuple[Request, Sequence[int]]]) -> None:
         length = self._step.decode_len = 1 + max((len(drafts) for _, drafts in chosen), default=0)

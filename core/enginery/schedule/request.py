@@ -79,6 +79,11 @@ class Request:
         return self.order[1]
 
     @property
+    def num_left(self) -> int:
+        """Expected tokens that are not computed yet. Of one that runs: 1 if it decodes, or is an embedding that ends; else more."""
+        return self.num_expected - self.num_computed
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

@@ -118,8 +118,7 @@ class RequestTable:
     @property
     def num_ahead(self) -> int:
         """Tokens that its requests have yet to compute; one of each that decodes."""
-        running = sum(max(1, request.num_expected - request.num_computed) for request in self.running)
-        return self.waiting.num_tokens + running + sum(request.num_expected for request in self.held)
+        return self.waiting.num_tokens + sum(request.num_left for request in (*self.running, *self.held))
 
     def check_idle(self) -> None:
         """When no request holds pages, raise AssertionError unless every page is either free or in the cache, unlocked."""

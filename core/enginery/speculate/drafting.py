@@ -82,22 +82,21 @@ class Drafting:
         """
         try:
             self._forget_ended(table)
-            wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
+            decoding = [request for request in table.running if request.num_left == 1]
+            wanted = [(request, most) for request in decoding if (most := self._most(request)) > 0]
             if not wanted:
                 return {}
             if isinstance(self._drafter, MadeDrafts):
                 self._depth = self._drafter.depth
                 return {key: tokens for key, tokens in self._drafter.of(wanted) if tokens}
-            return self._paying(self._asked_of(self._drafter, wanted), table)
+            found = self._asked_of(self._drafter, wanted)
+            most = self.lengths.paying([len(tokens) for _, tokens in found], len(decoding))
+            return {key: tokens[:most] for key, tokens in found if most and tokens}
         except EnginError as error:  # no answer needs a guess
             self.failure, self._drafter, self._asked = str(error), MadeDrafts(), {}
+            self.lengths.most = self.lengths.fixed = 0  # nor is anything captured for guesses
             _log.exception("the drafter %s guesses no more until a restart: %s", self._offer.name, error)
             return {}
-
-    def _paying(self, found: Sequence[tuple[str, Sequence[int]]], table: RequestTable) -> dict[str, Sequence[int]]:
-        num_decoding = sum(request.num_expected - request.num_computed == 1 for request in table.running)
-        most = self.lengths.paying([len(tokens) for _, tokens in found], num_decoding)
-        return {key: tokens[:most] for key, tokens in found if most and tokens}
 
     def waits(self, table: RequestTable) -> bool:
         """As `schedule.scheduler.Drafts` says: what it verifies is asked for anew then."""
@@ -129,7 +128,7 @@ class Drafting:
         if self._is_host:
             return 0
         if (lengths := self.lengths).fixed is not None:
-            return lengths.of(sum(each.num_expected - each.num_computed <= 1 for each in requests))
+            return lengths.of(sum(each.num_left == 1 for each in requests))
         length = lengths.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else lengths.found(num_coming)
         return length if length and any(map(_is_followed, requests)) else 0
 
@@ -165,9 +164,7 @@ class Drafting:
         self._stopped |= {request.request_id: request for request in requests}
 
     def _most(self, request: Request) -> int:
-        """How many guesses it may have; 0 or less: it does not decode, wants none, has no room, or its grammar cannot go back."""
-        if request.num_expected - request.num_computed != 1:
-            return 0
+        """How many guesses one that decodes may have; 0 or less: it wants none, has no room, or its grammar cannot go back."""
         asked, grammar = request.asked, request.grammar
         is_stuck = grammar is not None and not isinstance(grammar, RevocableGrammarState)
         if not asked.params.speculation or asked.embed or is_stuck or self._stopped.get(asked.request_id) is request:

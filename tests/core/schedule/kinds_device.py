@@ -61,7 +61,7 @@ class RandomGuesses:
         self.random, self.most = random, most
 
     def propose(self, table):
-        decoding = [request for request in table.running if request.num_expected - request.num_computed == 1]
+        decoding = [request for request in table.running if request.num_left == 1]
         return {request.request_id: drafts for request in decoding if (drafts := self.some())}
 
     def some(self):

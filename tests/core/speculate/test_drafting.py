@@ -73,12 +73,13 @@ def running(
     **fields: object,
 ) -> SimpleNamespace:
     asked = dataclasses.replace(asked_of(request_id, range(3)), **fields)
+    computed = num_tokens - 1 if computed is None else computed
     return SimpleNamespace(
         request_id=request_id,
         asked=asked,
         token_ids=list(range(num_tokens)),
-        num_expected=num_tokens,
-        num_computed=num_tokens - 1 if computed is None else computed,
+        num_left=num_tokens - computed,
+        num_computed=computed,
         num_unfollowed=num_unfollowed,
         limit=limit,
         grammar=None,
@@ -285,6 +286,22 @@ def test_who_is_stopped_is_asked_no_more_until_its_name_is_new() -> None:
 def test_a_drafter_that_cannot_be_built_is_named() -> None:
     with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not build the drafter: .*no room"):
         drafting_of(ValueError("no room"))
+
+
+@pytest.mark.parametrize("fixed", [None, 3])
+def test_nothing_is_captured_for_guesses_of_a_drafter_that_failed(fixed: int | None) -> None:
+    """In idle moments graphs are captured for the `found` number of guesses."""
+
+    class Failing(Noting):
+        def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+            raise ValueError("no guess")
+
+    drafting = Drafting.of_host(offer_of(Failing()), REGISTRY, length=DraftLength(3, fixed=fixed), vocab_size=50)
+    found = drafting.lengths.found
+    assert found(1)
+    assert drafting.propose(table_of(running("r"))) == {}
+    assert "no guess" in drafting.failure
+    assert not found(1)
 
 
 def test_a_function_that_does_not_take_what_it_is_given_is_told_with_its_own_line() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from inspect import isfunction, signature
 from typing import TypeVar
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
@@ -76,10 +77,20 @@ def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:
 
 
 def checked(offer: Offer[object], made: ToldT, protocol: type) -> ToldT:
-    """What the plugin built. Raises `PluginError` that names the plugin where it lacks something of `protocol`."""
-    wanted, there = [*vars(protocol), *vars(protocol).get("__annotations__", ())], () if isinstance(made, type) else dir(made)
-    if missing := [name for name in wanted if not name.startswith("_") and name not in there]:
+    """What the plugin built. Raises `PluginError` that names the plugin where that is no `protocol`, or cannot be called as it."""
+    members, there = vars(protocol), () if isinstance(made, type) else dir(made)
+    wanted = [name for name in (*members, *members.get("__annotations__", ())) if not name.startswith("_")]
+    if missing := [name for name in wanted if name not in there]:
         raise PluginError(f"{offer.source} built {made!r:.100}, which is no {protocol.__name__}: it has no {', '.join(missing)}")
+    for method in filter(isfunction, map(members.get, wanted)):
+        given = [*signature(method).parameters.values()][1:]
+        named = {each.name: each for each in given if each.kind is each.KEYWORD_ONLY}
+        try:
+            with suppress(ValueError):  # of one in C, which does not say what it takes
+                signature(getattr(made, method.__name__)).bind(*given[: len(given) - len(named)], **named)
+        except TypeError as error:
+            called = f"{method.__qualname__}{signature(method)}"
+            raise PluginError(f"{offer.source} built a {type(made).__name__} that cannot be called as {called}: {error}") from error
     return made
 
 

@@ -60,16 +60,13 @@ def devices_of_ranks(asked: EngineOptions, *, joining: bool = False) -> tuple[st
             "CUDA_VISIBLE_DEVICES"
         )
     if (present := torch.cuda.device_count()) < count:
+        flags = {"--tp": asked.tp, "--pp": asked.pp, "--dp-attention": asked.dp_attention}
         raise ConfigError(
-            f"{_mesh_flags(asked)} needs {count} GPUs, one for each rank, and {present} can be seen; use fewer ranks, look at "
-            "CUDA_VISIBLE_DEVICES, have ranks of other hosts join (--executor join), or run on the CPU (--device cpu)"
+            f"{' '.join(f'{flag} {number}' for flag, number in flags.items() if number > 1)} needs {count} GPUs, one for each "
+            f"rank, and {present} can be seen; use fewer ranks, look at CUDA_VISIBLE_DEVICES, have ranks of other hosts join "
+            "(--executor join), or run on the CPU (--device cpu)"
         )
     return tuple(f"cuda:{rank}" for rank in range(count))
-
-
-def _mesh_flags(asked: EngineOptions) -> str:
-    flags = {"--tp": asked.tp, "--pp": asked.pp, "--dp-attention": asked.dp_attention}
-    return " ".join(f"{flag} {number}" for flag, number in flags.items() if number > 1)
 
 
 def torch_device(asked: str) -> torch.device:

@@ -288,6 +288,32 @@ def test_a_drafter_that_cannot_be_built_is_named() -> None:
         drafting_of(ValueError("no room"))
 
 
+def test_a_method_that_does_not_take_what_it_is_given_is_found_at_the_start() -> None:
+    class NoKey(Noting):
+        def forget(self) -> None:  # type: ignore[override]
+            pass
+
+    class Wanting(Noting):
+        def propose(self, asks: Sequence[DraftAsk], lengths: object) -> list[Sequence[int]]:  # type: ignore[override]
+            return []
+
+    class NoMethod(Noting):
+        propose = ()  # type: ignore[assignment]
+
+    class Renamed(Noting):
+        def propose(self, requests: Sequence[DraftAsk], *, most: int = 3) -> list[Sequence[int]]:  # type: ignore[override]
+            return []
+
+    told = r"plugin p \(enginery-p==1\.2\) built a {} that cannot be called as HostDrafter\.{}\(self, {}: .*: {}"
+    with pytest.raises(PluginError, match=told.format("NoKey", "forget", "key", "too many positional arguments")):
+        drafting_of(NoKey())
+    with pytest.raises(PluginError, match=told.format("Wanting", "propose", "asks", "missing a required argument: 'lengths'")):
+        drafting_of(Wanting())
+    with pytest.raises(PluginError, match=told.format("NoMethod", "propose", "asks", ".* is not a callable object")):
+        drafting_of(NoMethod())
+    assert drafting_of(Renamed()).failure == ""
+
+
 @pytest.mark.parametrize("fixed", [None, 3])
 def test_nothing_is_captured_for_guesses_of_a_drafter_that_failed(fixed: int | None) -> None:
     """In idle moments graphs are captured for the `found` number of guesses."""

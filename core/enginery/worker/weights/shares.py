@@ -68,15 +68,6 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
     return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 
 
-def _stage_sizes(count: int, parallel: ParallelFacts) -> Sequence[int]:
-    stages = parallel.num_stages
-    sizes = parallel.layers_by_stage or [count // stages + (index < count % stages) for index in range(stages)]
-    if len(sizes) != stages or sum(sizes) != count:
-        told = ", ".join(map(str, sizes))
-        raise Unsupported(f"--pp-layers gives {len(sizes)} stages of {told} layers; the model has {count}, and --pp is {stages}")
-    return sizes
-
-
 def stage_of(facts: ModelFacts, parallel: ParallelFacts) -> StageLayers:
     """This rank's layers: as `layers_by_stage` says, or evenly; then the first stages have one more where they do not divide.
 
@@ -87,7 +78,10 @@ def stage_of(facts: ModelFacts, parallel: ParallelFacts) -> StageLayers:
         raise Unsupported("the model's family cannot be cut into pipeline stages: its ModelFacts.boundary is empty")
     if stages > max(count, 1):
         raise Unsupported(f"{stages} pipeline stages cannot share {count} decoder layers")
-    sizes = _stage_sizes(count, parallel)
+    sizes = parallel.layers_by_stage or [count // stages + (index < count % stages) for index in range(stages)]
+    if len(sizes) != stages or sum(sizes) != count:
+        told = ", ".join(map(str, sizes))
+        raise Unsupported(f"--pp-layers gives {len(sizes)} stages of {told} layers; the model has {count}, and --pp is {stages}")
     first = sum(sizes[:stage])
     layers = range(first, first + sizes[stage])
     return StageLayers(

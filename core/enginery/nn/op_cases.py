@@ -167,7 +167,7 @@ def _routed(found: Routed) -> Results:
 
 
 def _bind_router(op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int]) -> Results:
-    return {"logits": op(given.randn(sizes[1], sizes[0], scale=sizes[0] ** -0.5))(given.randn(rows, sizes[0]))}
+    return _bind_linear(lambda weight, _: op(weight), given, rows=rows, sizes=sizes, bias=False)
 
 
 def _bind_experts(

@@ -200,9 +200,23 @@ def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:
     assert all("input 0 after the call is off by " in message for message in messages)
 
 
+class UnaddingRouter:
+    """A product that takes the norm before it, and forgets to add."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.product = reference_ops.bind_router(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return reference_ops.rms_norm(x, weight, eps)
+
+
 @pytest.mark.parametrize(
     ("op", "function", "fault"),
     [
+        ("bind_router", UnaddingRouter, "wrong numbers"),
         ("gated_silu", lambda x: reference_ops.gated_silu(x).double(), "wrong dtype"),
         ("gated_silu", lambda x: reference_ops.gated_silu(x) / 0 * 0, "NaN"),
         ("gated_silu", lambda x: x.nope(), "crash"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from inspect import isfunction, signature
+from inspect import BoundArguments, isfunction, signature
 from typing import TypeVar
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
@@ -83,14 +84,13 @@ def checked(offer: Offer[object], made: ToldT, protocol: type) -> ToldT:
     if missing := [name for name in wanted if name not in there]:
         raise PluginError(f"{offer.source} built {made!r:.100}, which is no {protocol.__name__}: it has no {', '.join(missing)}")
     for method in filter(isfunction, map(members.get, wanted)):
-        given = [*signature(method).parameters.values()][1:]
-        named = {each.name: each for each in given if each.kind is each.KEYWORD_ONLY}
+        takes = signature(method)
+        given = BoundArguments(takes, OrderedDict(takes.parameters))
         try:
             with suppress(ValueError):  # of one in C, which does not say what it takes
-                signature(getattr(made, method.__name__)).bind(*given[: len(given) - len(named)], **named)
+                signature(getattr(made, method.__name__)).bind(*given.args[1:], **given.kwargs)
         except TypeError as error:
-            called = f"{method.__qualname__}{signature(method)}"
-            raise PluginError(f"{offer.source} built a {type(made).__name__} that cannot be called as {called}: {error}") from error
+            raise PluginError(f"{offer.source}: {type(made).__name__} lacks {method.__qualname__}{takes}: {error}") from error
     return made
 
 

@@ -71,7 +71,7 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
     problems = []
     if not (isinstance(spec.name, str) and NAME.fullmatch(spec.name)) or spec.name == "auto":
         problems.append("the name must be letters, digits, '.', '_' and '-', and not auto")
-    if not _is_version(spec.api):
+    if not (isinstance(spec.api, tuple) and [*map(type, spec.api)] == [int, int]):
         problems.append(f"api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
     problems += _type_problems(vars(spec))
     if (options := options_type(spec)) is not None:
@@ -116,10 +116,6 @@ def _operation_problems(provided: Iterable[str]) -> list[str]:
     return _names_problems("provides", provided) or [
         f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
     ]
-
-
-def _is_version(api: object) -> bool:
-    return isinstance(api, tuple) and len(api) == 2 and all(type(number) is int for number in api)
 
 
 def version_refusal(group: HookGroup, spec: Descriptor) -> str:

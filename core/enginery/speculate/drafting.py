@@ -82,21 +82,22 @@ class Drafting:
         """
         try:
             self._forget_ended(table)
-            decoding = [request for request in table.running if request.num_left == 1]
-            wanted = [(request, most) for request in decoding if (most := self._most(request)) > 0]
+            wanted = [(request, most) for request in table.running if request.num_left == 1 and (most := self._most(request)) > 0]
             if not wanted:
                 return {}
             if isinstance(self._drafter, MadeDrafts):
                 self._depth = self._drafter.depth
                 return {key: tokens for key, tokens in self._drafter.of(wanted) if tokens}
-            found = self._asked_of(self._drafter, wanted)
-            most = self.lengths.paying([len(tokens) for _, tokens in found], len(decoding))
-            return {key: tokens[:most] for key, tokens in found if most and tokens}
+            return self._paying(self._asked_of(self._drafter, wanted), table)
         except EnginError as error:  # no answer needs a guess
             self.failure, self._drafter, self._asked = str(error), MadeDrafts(), {}
             self.lengths.most = self.lengths.fixed = 0  # nor is anything captured for guesses
             _log.exception("the drafter %s guesses no more until a restart: %s", self._offer.name, error)
             return {}
+
+    def _paying(self, found: Sequence[tuple[str, Sequence[int]]], table: RequestTable) -> dict[str, Sequence[int]]:
+        most = self.lengths.paying([len(tokens) for _, tokens in found], sum(each.num_left == 1 for each in table.running))
+        return {key: tokens[:most] for key, tokens in found if most and tokens}
 
     def waits(self, table: RequestTable) -> bool:
         """As `schedule.scheduler.Drafts` says: what it verifies is asked for anew then."""

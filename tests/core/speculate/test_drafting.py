@@ -304,7 +304,7 @@ def test_a_method_that_does_not_take_what_it_is_given_is_found_at_the_start() ->
         def propose(self, requests: Sequence[DraftAsk], *, most: int = 3) -> list[Sequence[int]]:  # type: ignore[override]
             return []
 
-    told = r"plugin p \(enginery-p==1\.2\) built a {} that cannot be called as HostDrafter\.{}\(self, {}: .*: {}"
+    told = r"plugin p \(enginery-p==1\.2\): {} lacks HostDrafter\.{}\(self, {}: .*: {}"
     with pytest.raises(PluginError, match=told.format("NoKey", "forget", "key", "too many positional arguments")):
         drafting_of(NoKey())
     with pytest.raises(PluginError, match=told.format("Wanting", "propose", "asks", "missing a required argument: 'lengths'")):

@@ -14,7 +14,7 @@ from enginery.contracts.model import ModelFacts
 from enginery.contracts.parallel import Channel, Cut, ParallelFacts
 from enginery.contracts.weights import LinearShape, RowOrder
 from enginery.errors import Unsupported
-from enginery.worker.weights.shares import rank_layer, share_unevenly, stage_of
+from enginery.worker.weights.shares import rank_layer, share, stage_of
 
 ATTENTION = AttnLayerFacts(num_heads=8, num_kv_heads=2, head_dim=16)
 RULE = RecurrentFacts(rule="linear", decay="head", key_heads=8, value_heads=8, key_dim=16, value_dim=16)
@@ -115,7 +115,7 @@ def test_heads_of_a_recurrence_that_ranks_cannot_share_are_refused(rule: dict[st
 @pytest.mark.parametrize(("size", "unit", "ranks"), [(2880, 32, 8), (96, 32, 2), (96, 32, 3), (128, 32, 4)])
 def test_blocks_that_do_not_divide_are_shared_unevenly(size: int, unit: int, ranks: int) -> None:
     parts = [
-        share_unevenly(size, unit=unit, parallel=ParallelFacts(tensor_rank=rank, tensor_size=ranks), what="x")
+        share(size, unit=unit, parallel=ParallelFacts(tensor_rank=rank, tensor_size=ranks), what="x", uneven=True)
         for rank in range(ranks)
     ]
     assert [start for start, _ in parts] == [sum(length for _, length in parts[:rank]) for rank in range(ranks)]

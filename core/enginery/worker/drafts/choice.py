@@ -47,7 +47,7 @@ def choose_drafter(
     """
     if asked.drafter == "off":
         return ChosenDrafter(None, 0, "")
-    every = {offer.name: offer for offer in registry.offers(DrafterSpec) if _suits(offer, config)}
+    every = _beside(registry, config)
     if asked.drafter == "auto":
         come = (*shipped, *(name for name, offer in every.items() if _is_stored(offer.spec, config, folder)))
         offer, why = _best(every, registry, come=come, given=asked.draft_model)
@@ -62,6 +62,10 @@ def choose_drafter(
     branching = f", each beside its {siblings} likeliest others" if siblings else ", which may branch" if trees else ""
     said = f"{why}, from {offer.source}; up to {length} tokens of a request in a step{branching}"
     return ChosenDrafter(offer, length, said, trees, siblings)
+
+
+def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
+    return {offer.name: offer for offer in registry.offers(DrafterSpec) if _suits(offer, config)}
 
 
 def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, given: str | None) -> Offer[DrafterSpec]:

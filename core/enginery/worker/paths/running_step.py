@@ -83,6 +83,7 @@ class RunningStep:
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
         for index, tokens in zip(self.sampling, told, strict=True):
             token_ids[index] = tokens
+        embedded = [] if self.embedded is None else self.embedded.tolist()
         failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
         return StepOutput(
             number=self.step.number,
@@ -91,7 +92,7 @@ class RunningStep:
             prompt_logprobs={
                 index: [found for table in tables for found in table.rows()] for index, tables in self.prompt_logprobs.items()
             },
-            embeddings=self._read_embeddings(),
+            embeddings=dict(zip(self.embedding, map(tuple, embedded), strict=True)),
             failed=failed,
             captured=self.captured,
             times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter(), waited_from_s),
@@ -108,10 +109,6 @@ class RunningStep:
         """Of each item in `sampling`, the first of its rows that are sampled."""
         first_rows: list[int] = begins_of(self.step.sampled_rows).tolist()
         return first_rows
-
-    def _read_embeddings(self) -> dict[int, tuple[float, ...]]:
-        rows = [] if self.embedded is None else self.embedded.tolist()
-        return {index: tuple(row) for index, row in zip(self.embedding, rows, strict=True)}
 
     def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
         if self.logprobs is None:

@@ -14,7 +14,7 @@ from enginery.contracts.ops import ExpertBiases
 from enginery.contracts.weights import Experts, ExpertsShape, Scheme, StoredWeight
 from enginery.nn.moe import BoundExperts, JoinedExperts, OwnExperts
 from enginery.worker.weights.matrices import Matrices, Range
-from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.shares import share
 from enginery.worker.weights.store import Piece, Slice
 
 
@@ -57,7 +57,7 @@ class ExpertStacks:
         """The first expert of each rank, and how many there are."""
         parallel, what = self.matrices.setting.parallel, f"{self.prefix}experts"
         ranks = [replace(parallel, tensor_rank=rank) for rank in range(parallel.tensor_size)]
-        starts = [share_unevenly(self.shape.count, unit=1, parallel=each, what=what)[0] for each in ranks]
+        starts = [share(self.shape.count, unit=1, parallel=each, what=what, uneven=True)[0] for each in ranks]
         return [*starts, self.shape.count]
 
     def _kept(self) -> Scheme | None:
@@ -77,9 +77,7 @@ class ExpertStacks:
             return 0, shape.inner
         unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
         what = f"the inner size of {self.prefix}experts"
-        if unit == 1:
-            return self.matrices.share(shape.inner, unit=1, what=what, repeats=False)
-        return share_unevenly(shape.inner, unit=unit, parallel=self.matrices.setting.parallel, what=what)
+        return share(shape.inner, unit=unit, parallel=self.matrices.setting.parallel, what=what, uneven=unit > 1)
 
     def _gates(self, inner: Range) -> list[tuple[str, int, Range]]:
         """The modules of an expert with rows of gate, then of up, or of both by turns: name, all rows, this rank's."""

@@ -19,7 +19,7 @@ from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
 from enginery.worker.weights.matrices import Matrices, Range, merged
-from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.shares import share
 from enginery.worker.weights.store import Piece, Slice
 
 
@@ -82,7 +82,7 @@ class RankWeights:
         parallel = self.matrices.setting.parallel.over_lanes()
         if not parallel.cuts_experts:
             return range(count)
-        start, length = share_unevenly(count, unit=1, parallel=parallel, what=f"{self.prefix}experts")
+        start, length = share(count, unit=1, parallel=parallel, what=f"{self.prefix}experts", uneven=True)
         return range(start, start + length)
 
     def has(self, name: str) -> bool:

@@ -14,34 +14,25 @@ from enginery.errors import Unsupported
 _ASKED: Final = (2, 4, 8, 16, 32)  # ranks
 
 
-def share(size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: bool) -> tuple[int, int]:
+def share(
+    size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: bool = False, uneven: bool = False
+) -> tuple[int, int]:
     """(start, length) of this rank's part of an axis of `size`, in multiples of `unit`.
 
-    repeats: where there are fewer units than ranks, several ranks may have the same one. Raises `Unsupported` with the numbers of
-    ranks that would do.
+    repeats: where there are fewer units than ranks, several ranks may have the same one. uneven: some ranks may have a unit more.
+    Raises `Unsupported` with the numbers of ranks that would do.
     """
     ranks, rank = parallel.tensor_size, parallel.tensor_rank
     units, rest = divmod(size, unit)
     if ranks == 1:
         return 0, size
-    if not rest and units % ranks == 0:
-        length = units // ranks * unit
-        return rank * length, length
+    able = [each for each in (ranks, *_ASKED) if not rest and (each <= units if uneven else units % each == 0)]
+    if ranks in able:
+        start = rank * units // ranks
+        return start * unit, ((rank + 1) * units // ranks - start) * unit
     if not rest and repeats and ranks % units == 0:
         return rank * units // ranks * unit, unit
-    raise _unshared(size, unit, ranks, what=what, able=[each for each in _ASKED if not rest and units % each == 0])
-
-
-def share_unevenly(size: int, *, unit: int, parallel: ParallelFacts, what: str) -> tuple[int, int]:
-    """The same for what may be of another size on each rank: some have a unit more."""
-    ranks, rank = parallel.tensor_size, parallel.tensor_rank
-    units, rest = divmod(size, unit)
-    if ranks == 1:
-        return 0, size
-    if rest or ranks > units:
-        raise _unshared(size, unit, ranks, what=what, able=[each for each in _ASKED if not rest and each <= units])
-    start = rank * units // ranks
-    return start * unit, ((rank + 1) * units // ranks - start) * unit
+    raise _unshared(size, unit, ranks, what=what, able=able)
 
 
 def _unshared(size: int, unit: int, ranks: int, *, what: str, able: Sequence[int]) -> Unsupported:
@@ -56,12 +47,12 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
     if ranks == 1:
         return layer
     if (rule := layer.recurrent) is not None:
-        _, values = share(rule.value_heads, unit=1, parallel=parallel, what="a recurrent layer's value heads", repeats=False)
+        _, values = share(rule.value_heads, unit=1, parallel=parallel, what="a recurrent layer's value heads")
         shared = rule.ssm or rule.rule in ("conv", "scan")  # heads of a group have one key, as KV heads; or there is none
         _, keys = share(rule.key_heads, unit=1, parallel=parallel, what="a recurrent layer's key heads", repeats=shared)
         rule = dataclasses.replace(rule, key_heads=keys, value_heads=values)
         return dataclasses.replace(layer, num_heads=keys, num_kv_heads=keys, recurrent=rule)
-    _, heads = share(layer.num_heads, unit=1, parallel=parallel, what="the attention's query heads", repeats=False)
+    _, heads = share(layer.num_heads, unit=1, parallel=parallel, what="the attention's query heads")
     if layer.latent is not None:
         return dataclasses.replace(layer, num_heads=heads)  # each rank keeps whole latents
     _, kv_heads = share(layer.num_kv_heads, unit=1, parallel=parallel, what="the attention's KV heads", repeats=True)
@@ -79,7 +70,7 @@ def stage_of(facts: ModelFacts, parallel: ParallelFacts) -> StageLayers:
     if stages > max(count, 1):
         raise Unsupported(f"{stages} pipeline stages cannot share {count} decoder layers")
     sizes = parallel.layers_by_stage or [count // stages + (index < count % stages) for index in range(stages)]
-    if len(sizes) != stages or sum(sizes) != count:
+    if (len(sizes), sum(sizes)) != (stages, count):
         told = ", ".join(map(str, sizes))
         raise Unsupported(f"--pp-layers gives {len(sizes)} stages of {told} layers; the model has {count}, and --pp is {stages}")
     first = sum(sizes[:stage])

@@ -8,9 +8,12 @@ Ports but the one where ranks join are any that are free: the boot frame tells t
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -37,6 +40,7 @@ class HostWires:
     host, address, key = LOOPBACK, "", ""
 
     def __init__(self) -> None:
+        _remove_left_folders()
         self._folder = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -129,6 +133,16 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
         raise ConfigError("--listen without --rank-key-file lets nobody in; engine rank --new-key FILE makes a key")
     key = RankKey.new() if asked.rank_key_file is None else RankKey.read(asked.rank_key_file)
     return TcpWires(executor.listen(asked.listen), key, deadline_s=asked.step_deadline, replica=asked.dp_rank)
+
+
+def _remove_left_folders() -> None:
+    """Those of engines that were killed: at a socket that was not made just now, nobody listens."""
+    for link in Path(tempfile.gettempdir()).glob("enginery-*/reports"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            may_be_left = link.is_socket() and time.time() - link.stat().st_mtime > 60
+            if may_be_left and probe.connect_ex(str(link)) == errno.ECONNREFUSED:
+                shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _place(address: str) -> tuple[str, int]:

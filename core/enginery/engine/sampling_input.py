@@ -235,9 +235,8 @@ def _entries(rows: Sequence[SamplingRow], find: Callable[[SamplingRow], _Adjustm
 
 
 def _repetition(row: SamplingRow) -> _Adjustment | None:
-    if row.params.repetition_penalty == 1:
-        return None
-    return np.unique(np.asarray(row.token_ids, np.int64)), row.params.repetition_penalty
+    penalty = row.params.repetition_penalty
+    return None if penalty == 1 else (np.unique(np.asarray(row.token_ids, np.int64)), penalty)
 
 
 def _penalties(row: SamplingRow) -> _Adjustment | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from inspect import BoundArguments, isfunction, signature
+from inspect import BoundArguments, getattr_static, isfunction, signature
 from typing import TypeVar
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
@@ -79,19 +80,23 @@ def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:
 
 def checked(offer: Offer[object], made: ToldT, protocol: type) -> ToldT:
     """What the plugin built. Raises `PluginError` that names the plugin where that is no `protocol`, or cannot be called as it."""
-    members, there = vars(protocol), () if isinstance(made, type) else dir(made)
-    wanted = [name for name in (*members, *members.get("__annotations__", ())) if not name.startswith("_")]
-    if missing := [name for name in wanted if name not in there]:
+    wanted, there = [*vars(protocol), *vars(protocol).get("__annotations__", ())], () if isinstance(made, type) else dir(made)
+    if missing := [name for name in wanted if not name.startswith("_") and name not in there]:
         raise PluginError(f"{offer.source} built {made!r:.100}, which is no {protocol.__name__}: it has no {', '.join(missing)}")
-    for method in filter(isfunction, map(members.get, wanted)):
-        takes = signature(method)
-        given = BoundArguments(takes, OrderedDict(takes.parameters))
-        try:
-            with suppress(ValueError):  # of one in C, which does not say what it takes
-                signature(getattr(made, method.__name__)).bind(*given.args[1:], **given.kwargs)
-        except TypeError as error:
-            raise PluginError(f"{offer.source}: {type(made).__name__} lacks {method.__qualname__}{takes}: {error}") from error
+    kind: type = type(made)
+    _check_takes(offer.source, kind, protocol)
     return made
+
+
+@functools.cache  # it takes 0.1 ms, and each answer's grammar is checked
+def _check_takes(source: str, kind: type, protocol: type) -> None:
+    for name, method in vars(protocol).items():
+        if not name.startswith("_") and isfunction(method) and isfunction(own := getattr_static(kind, name, None)):
+            given = BoundArguments(takes := signature(method), OrderedDict(takes.parameters))
+            try:
+                signature(own).bind(*given.args, **given.kwargs)
+            except TypeError as error:
+                raise PluginError(f"{source}: {kind.__name__} lacks {method.__qualname__}{takes}: {error}") from error
 
 
 def described(family: Offer[ModelSpec], config: Mapping[str, object], what: str) -> ModelFacts:

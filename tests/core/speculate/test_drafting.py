@@ -297,9 +297,6 @@ def test_a_method_that_does_not_take_what_it_is_given_is_found_at_the_start() ->
         def propose(self, asks: Sequence[DraftAsk], lengths: object) -> list[Sequence[int]]:  # type: ignore[override]
             return []
 
-    class NoMethod(Noting):
-        propose = ()  # type: ignore[assignment]
-
     class Renamed(Noting):
         def propose(self, requests: Sequence[DraftAsk], *, most: int = 3) -> list[Sequence[int]]:  # type: ignore[override]
             return []
@@ -309,8 +306,6 @@ def test_a_method_that_does_not_take_what_it_is_given_is_found_at_the_start() ->
         drafting_of(NoKey())
     with pytest.raises(PluginError, match=told.format("Wanting", "propose", "asks", "missing a required argument: 'lengths'")):
         drafting_of(Wanting())
-    with pytest.raises(PluginError, match=told.format("NoMethod", "propose", "asks", ".* is not a callable object")):
-        drafting_of(NoMethod())
     assert drafting_of(Renamed()).failure == ""
 
 

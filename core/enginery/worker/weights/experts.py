@@ -13,8 +13,8 @@ import torch
 from enginery.contracts.ops import ExpertBiases
 from enginery.contracts.weights import Experts, ExpertsShape, Scheme, StoredWeight
 from enginery.nn.moe import BoundExperts, JoinedExperts, OwnExperts
-from enginery.worker.weights.matrices import Matrices, Range
-from enginery.worker.weights.shares import share
+from enginery.worker.weights.matrices import Matrices
+from enginery.worker.weights.shares import Range, share
 from enginery.worker.weights.store import Piece, Slice
 
 

@@ -14,11 +14,10 @@ from enginery.contracts.parallel import Collectives, Cut, ParallelFacts
 from enginery.contracts.weights import Scheme, StoredPart, StoredWeight
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.worker.weights.formats import FormatReader
-from enginery.worker.weights.shares import share
+from enginery.worker.weights.shares import Range, share
 from enginery.worker.weights.store import Piece, PieceStore, Slice
 
 NAMES = {dtype: name for name, dtype in READABLE.items()}
-Range = tuple[int, int]  # start, length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from enginery.contracts.ops import LinearFn, NormingLinear
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
-from enginery.worker.weights.matrices import Matrices, Range, merged
-from enginery.worker.weights.shares import share
+from enginery.worker.weights.matrices import Matrices, merged
+from enginery.worker.weights.shares import Range, share
 from enginery.worker.weights.store import Piece, Slice
 
 

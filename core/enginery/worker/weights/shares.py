@@ -11,16 +11,14 @@ from enginery.contracts.model import ModelFacts, StageLayers
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import Unsupported
 
+Range = tuple[int, int]  # start, length
 _ASKED: Final = (2, 4, 8, 16, 32)  # ranks
 
 
-def share(
-    size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: bool = False, uneven: bool = False
-) -> tuple[int, int]:
-    """(start, length) of this rank's part of an axis of `size`, in multiples of `unit`.
+def share(size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: bool = False, uneven: bool = False) -> Range:
+    """This rank's part of an axis of `size`, in multiples of `unit`. Raises `Unsupported` with the numbers of ranks that would do.
 
     repeats: where there are fewer units than ranks, several ranks may have the same one. uneven: some ranks may have a unit more.
-    Raises `Unsupported` with the numbers of ranks that would do.
     """
     ranks, rank = parallel.tensor_size, parallel.tensor_rank
     units, rest = divmod(size, unit)
@@ -43,8 +41,7 @@ def _unshared(size: int, unit: int, ranks: int, *, what: str, able: Sequence[int
 
 def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts:
     """The layer with the heads of this rank. Raises `Unsupported` for heads that the ranks cannot share."""
-    ranks = parallel.tensor_size
-    if ranks == 1:
+    if parallel.tensor_size == 1:
         return layer
     if (rule := layer.recurrent) is not None:
         _, values = share(rule.value_heads, unit=1, parallel=parallel, what="a recurrent layer's value heads")

@@ -48,7 +48,7 @@ test: $(VENV)/.test
 	@$(if $(named),$(pytest) -n $(JOBS) $(ARGS),$(in_two_runs))
 
 # Also what a machine with a CUDA device runs anyhow: tests/pairwise.py.
-test-full: export ENGINERY_TESTS := full
+test-full: export FULL_TESTS := 1
 test-full: test
 
 lint: $(VENV)/.lint

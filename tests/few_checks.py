@@ -1,5 +1,5 @@
 """Fewer checks of the conformance kit where kernels are interpreted or stood in for; on a CUDA device, and with
-ENGINERY_TESTS=full, all of them.
+FULL_TESTS=1, all of them.
 
 On a CPU the rule about numbers is tried on cases in which each kernel meets each recurrence and each claimed value, and not any two
 values. Of every other rule there is one case of each kernel: what is alike shares one, and takes turns.

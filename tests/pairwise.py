@@ -1,5 +1,5 @@
 """Fewer combinations on a CPU: any two values meet in one of them. All are run where there is a CUDA device, or if the environment
-says ENGINERY_TESTS=full, as `make test-full` does."""
+says FULL_TESTS=1, as `make test-full` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from enginery.testing.cases import covering
 
 HAS_CUDA = torch.cuda.is_available()
 Value = TypeVar("Value")
-EVERYTHING = HAS_CUDA or os.environ.get("ENGINERY_TESTS") == "full"
+EVERYTHING = HAS_CUDA or os.environ.get("FULL_TESTS") == "1"
 
 
 def pairwise(

@@ -193,8 +193,9 @@ def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
             return  # its random text repeats nothing, so nothing is guessed
         drafts, keys = engine.meter.stats().drafts, graphs.captured
         assert (drafts.accepted > 0, drafts.accepted < drafts.drafted) == (kind != "wrong", kind not in ("right", "some"))
-        assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
-        assert beside_prompts(replayed) or kind == "lookup" or changes is FEW
+        measured = length == "auto"  # a load has plain steps first, so none verifies beside the prompts that it begins with
+        assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > (3 if measured else 5)
+        assert beside_prompts(replayed) or kind == "lookup" or changes is FEW or measured
         assert len([key for key in keys if key.length > 1]) > 1, "captured when the engine was built, and when needed"
         assert not any(device.waits for device in devices)
 

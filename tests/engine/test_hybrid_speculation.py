@@ -42,7 +42,7 @@ WAYS = (
     {"max_batch_tokens": 24, "page_size": 4},
     {"micro_batches": True, "max_batch_tokens": 64},
     {"overlap": True, "max_batch_tokens": 48, "page_size": 2},
-    {"check_attention": True, "prefix_cache": False, "max_batch_requests": 6},
+    {"check_attention": True, "prefix_cache": False, "max_batch_requests": 16},
 )
 
 

@@ -169,7 +169,7 @@ def test_there_is_one_pool_of_threads() -> None:
 
 @pytest.mark.parametrize("isa", [] if os.environ.get("ENGINERY_CPU_ISA") else KERNELS.supported[1:])
 def test_every_narrower_instruction_set_does_the_same(isa: str) -> None:
-    if os.environ.get("ENGINERY_TESTS") == "full":
+    if os.environ.get("FULL_TESTS") == "1":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not pool", str(Path(__file__))]
         done = subprocess.run(command, env={**os.environ, "ENGINERY_CPU_ISA": isa}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:]

@@ -143,6 +143,15 @@ def test_a_missing_shard_is_named_with_what_to_do(folder: Path) -> None:
         build(folder)
 
 
+def test_the_index_of_an_older_model_beside_one_file_is_not_read(folder: Path) -> None:
+    """As in transformers: a program for training has put its one file beside what was there."""
+    write_shards(folder, {name: tensor[:2] for name, tensor in tensors().items()})
+    save_file(tensors(), folder / "model.safetensors")
+    build(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    build(folder)
+
+
 def test_an_index_that_names_the_wrong_file_is_refused(folder: Path) -> None:
     write_shards(folder, tensors())
     index = folder / "model.safetensors.index.json"
@@ -228,7 +237,7 @@ def test_a_value_of_the_config_that_cannot_be_is_named(folder: Path, key: str, v
         ("quantization_config", 5, "quantization_config 5; served are"),
         ("rope_scaling", {"rope_type": "linear"}, "without its parameter 'factor'"),
         ("rope_scaling", {"rope_type": "linear", "factor": "x"}, "rope parameters {'factor': 'x'}, which are not usable"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 0.0, "original_max_position_embeddings": -4}, "are not usable"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 0.0, "original_max_position_embeddings": -4}, "must be a number above 0"),
         ("rope_scaling", {"rope_type": ["x"]}, r"rope type \['x'\]; known are"),
     ],
 )

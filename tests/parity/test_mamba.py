@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import assert_greedy, assert_last_logits, each_last_logits, generate, greedy, options
-from parity.oracle import Oracle, shape
+from parity.oracle import ROPES, Oracle, shape
 from transformers import (
     BambaConfig,
     FalconH1Config,
@@ -65,7 +65,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "falcon_h1_no_norm": FalconH1Config(**shape(mamba_d_ssm=128, **MIXER, **FACTORS)),
     "granite": GraniteMoeHybridConfig(**shape(num_local_experts=0, position_embedding_type="rope", **MIXER, **GRANITE)),
     "granite_moe": GraniteMoeHybridConfig(
-        **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE)
+        **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE),
+        rope_parameters={**ROPES["yarn"], "attention_factor": 3.0},  # it has no positions, and nothing of this
     ),
     "jamba": JambaConfig(
         **shape(num_experts=4, attn_layer_period=4, attn_layer_offset=2, mamba_d_state=12, mamba_dt_rank=8),

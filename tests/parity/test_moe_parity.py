@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairwise import EVERYTHING, crossed, in_turn, spread
-from parity.engine_driver import RecordingModel, assert_greedy, drain, each_last_logits, generate, greedy, options
+from parity.engine_driver import (
+    RecordingModel,
+    assert_greedy,
+    assert_last_logits,
+    drain,
+    each_last_logits,
+    generate,
+    greedy,
+    options,
+)
 from parity.oracle import (
     EXPERT_FAMILIES,
     FAMILIES,
@@ -373,3 +383,19 @@ def test_shapes_of_the_benchmarks_have_as_many_parameters_as_their_model_cards_s
 ) -> None:
     asked = EngineOptions(model=str(write_shape(name, tmp_path)), load_format="dummy", device="cpu", dtype="bfloat16")
     assert check_weights(choose(asked, registry)).record.num_bytes() / 2 == pytest.approx(count, rel=0.005)
+
+
+def test_what_files_of_deepseek_v3_leave_out_is_as_in_its_own_code(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path
+) -> None:
+    """Which is what transformers has too."""
+    sizes = latent_shape(q_lora_rank=48) | grouped_expert_shape(n_routed_experts=16, n_group=8, topk_group=4, n_shared_experts=1)
+    oracle = write_oracle(
+        "deepseek-v3-defaults", DeepseekV3Config(**sizes | {"routed_scaling_factor": 2.5, "num_experts_per_tok": 8})
+    )
+    folder = shutil.copytree(oracle.folder, tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("n_group", "topk_group", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor"):
+        del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], model=str(folder))

@@ -204,16 +204,15 @@ def _real(values: Mapping[str, object], key: str, default: float) -> float:
 
 
 def read_rope(config: Mapping[str, object], head_dim: int) -> RopeShape:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (hub files)."""
-    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(stated, Mapping):
-        raise CheckpointError(f"config.json has rope_parameters or rope_scaling {stated!r}, which must be an object")
-    parameters = dict(stated)
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    theta = _real(parameters, "rope_theta", _real(config, "rope_theta", 10000.0))
-    partial = _real(parameters, "partial_rotary_factor", _real(config, "partial_rotary_factor", 1.0))
-    for key in ("rope_theta", "partial_rotary_factor"):
+    """`rope_theta` and `rope_scaling` (hub files), or `rope_parameters` (transformers 5), to which the second may be added."""
+    added, written = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    if not isinstance(added, Mapping) or not isinstance(written, Mapping):
+        raise CheckpointError(f"config.json has rope_parameters or rope_scaling {added or written!r}, which must be an object")
+    parameters, outside = dict(added or written), {**config, **written}
+    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
+    theta = _real(parameters, "rope_theta", _real(outside, "rope_theta", 10000.0))
+    partial = _real(parameters, "partial_rotary_factor", _real(outside, "partial_rotary_factor", 1.0))
+    for key in ("type", "rope_theta", "partial_rotary_factor"):
         parameters.pop(key, None)
     if config.get("original_max_position_embeddings") is not None:  # Phi-style files state it outside, and it wins there
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
@@ -246,7 +245,8 @@ def read_decoder_shape(
     head_dim = whole_number(config, "head_dim", hidden_size // num_heads)
     if head_dim < 1:
         raise CheckpointError(f"config.json has {hidden_size=} and {num_heads=}, which leave a head no dims; the file is damaged")
-    num_layers = whole_number(config, "num_hidden_layers")
+    num_layers, rope = whole_number(config, "num_hidden_layers"), read_rope(config, head_dim)
+    yarn = [_real(rope.parameters, key, 1.0) for key in ("factor", "original_max_position_embeddings") if rope.kind == "yarn"]
     return DecoderShape(
         vocab_size=whole_number(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -256,9 +256,9 @@ def read_decoder_shape(
         head_dim=head_dim,
         rms_eps=_real(config, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=whole_number(config, "max_position_embeddings"),
+        max_positions=max(rope.max_positions, int(math.prod(yarn))),  # model cards add YaRN and leave `max_position_embeddings`
         windows=windows or (None,) * num_layers,
-        rope=read_rope(config, head_dim),
+        rope=rope,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
@@ -289,9 +289,7 @@ def read_grouped_experts(config: Mapping[str, object], *, scoring: Literal["soft
     _check_served(config, "scoring_func", (scoring,))
     _check_served(config, "moe_layer_freq", (1,))
     _check_served(config, "norm_topk_prob", (True, False) if sigmoid else (False,))
-    num_groups, top_groups = 1, 1
-    if method != "greedy":
-        num_groups, top_groups = whole_number(config, "n_group", 1), whole_number(config, "topk_group", 1)
+    num_groups, top_groups = (1 if method == "greedy" else whole_number(config, key, 1) for key in ("n_group", "topk_group"))
     inner = whole_number(config, "moe_intermediate_size")
     return MixtureShape(
         layers=frozenset(range(first, count)),

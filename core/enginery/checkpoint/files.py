@@ -78,9 +78,10 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
 def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[str, StoredTensor]:
     """stamps: of all that is read, a key and no more."""
     stored: dict[str, StoredTensor] = {}
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     weight_map = _weight_map(index) if index.exists() else {}
-    files = sorted({folder / name for name in weight_map.values()}) or [folder / "model.safetensors"]
+    weight_map = {} if single.exists() and single.name not in weight_map.values() else weight_map  # as in transformers
+    files = sorted({folder / name for name in weight_map.values()}) or [single]
     for file in files:
         if not file.exists():
             raise _no_file(file, folder, index=index if weight_map else None)

@@ -61,6 +61,8 @@ def test_ling_has_latents_in_the_last_layer_of_each_group_and_a_floor_of_its_dec
         {"num_key_value_heads": 8},
         {"expert_swiglu_limit_list": [0, 7.0]},
         {"layer_types": ["linear_attention"]},
+        {"routed_scaling_factor": None},
+        {"topk_group": None},
         {"mlp_layer_types": ["dense"] * 23 + ["other"]},
     ],
     ids=str,

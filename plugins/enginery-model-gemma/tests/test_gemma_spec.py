@@ -38,6 +38,9 @@ def test_both_spellings_of_ropes_are_read() -> None:
     assert (old.rope, old.window_rope) == (new.rope, new.window_rope)
     assert old.window_rope is not None
     assert (old.rope.theta, old.window_rope.theta, old.window_rope.kind) == (1e6, 1e4, "default")
+    ropes["full_attention"] = {"rope_type": "default", "rope_theta": 1e6}
+    added = shape(THIRD | {"rope_parameters": ropes, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (added.rope, added.window_rope) == (old.rope, old.window_rope)
 
 
 @pytest.mark.parametrize(("given", "made"), [(SECOND, Gemma2Config), (THIRD, Gemma3TextConfig)])

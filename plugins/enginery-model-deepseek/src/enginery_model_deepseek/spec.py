@@ -28,7 +28,16 @@ from enginery.api import (
 )
 
 FLASH: Final = "Glm4MoeLiteForCausalLM"
-# For files that leave them out: the defaults of transformers' Glm4MoeLiteConfig.
+# For files that leave them out: the defaults of transformers' DeepseekV3Config, which DeepSeek's own code has too, and of its
+# Glm4MoeLiteConfig.
+V3_DEFAULTS: Final[dict[str, Any]] = {
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
 FLASH_DEFAULTS: Final[dict[str, Any]] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
@@ -69,8 +78,8 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
     """DeepSeek-V2's or V3's shape; GLM-4.7-Flash has V3's. Raises `CheckpointError` for what contradicts itself."""
     is_flash = FLASH in config["architectures"]
     is_v3 = is_flash or "DeepseekV3ForCausalLM" in config["architectures"]
-    if is_flash:
-        config = {**FLASH_DEFAULTS, **config}
+    if is_v3:
+        config = {**(FLASH_DEFAULTS if is_flash else V3_DEFAULTS), **config}
     if is_v3 and not config.get("rope_interleave", True):
         raise CheckpointError("config.json has rope_interleave false; this architecture rotates pairs of neighbouring dims only")
     latent = read_latents(config)

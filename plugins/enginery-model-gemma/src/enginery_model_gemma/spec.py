@@ -61,7 +61,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
     if is_third and EVERYTHING in (ropes := config.get("rope_parameters") or {}):  # as transformers 5 writes it
-        local = {**config, "rope_parameters": ropes[WINDOW]}
+        local = {**config, "rope_parameters": ropes[WINDOW], "rope_scaling": None}
         config["rope_parameters"] = ropes[EVERYTHING]
     plain = read_decoder_shape(
         {**config, "hidden_act": config["hidden_activation"]}, _windows(config), qk_norm=is_third, activations=GELU

@@ -17,6 +17,7 @@ from enginery.api import (
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
+    required,
     whole_number,
 )
 from enginery_model_bailing.spec import ring
@@ -101,6 +102,8 @@ def _experts(config: Mapping[str, Any], count: int) -> MixtureShape | None:
     experts = read_grouped_experts(config, scoring="sigmoid")
     if experts is None:
         return None
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):
+        required(config, key)
     sparse = _stated(config, "mlp_layer_types", SPARSE, DENSE, count)
     inner = config.get("moe_shared_expert_intermediate_size") or experts.inner_size
     return dataclasses.replace(

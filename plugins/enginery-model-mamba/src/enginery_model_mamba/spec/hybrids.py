@@ -74,6 +74,8 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     if not _is_granite(config):
         plain = read_decoder_shape(whole | {"partial_rotary_factor": 0.5}, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
         return dataclasses.replace(plain, norms=NormNames(mlp="pre_ff_layernorm"))
+    if not rotates(config):
+        whole |= {"rope_parameters": None, "rope_scaling": None}  # the factor that YaRN has for attention would stay
     plain = read_decoder_shape(whole, qkv_bias=bias, out_bias=bias, experts=_experts(whole))
     return dataclasses.replace(
         plain, embedding_scale=whole.get("embedding_multiplier"), attention_scale=float(whole["attention_multiplier"])

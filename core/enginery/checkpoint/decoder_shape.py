@@ -207,7 +207,7 @@ def read_rope(config: Mapping[str, object], head_dim: int) -> RopeShape:
     """`rope_theta` and `rope_scaling` (hub files), or `rope_parameters` (transformers 5), to which the second may be added."""
     added, written = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if not isinstance(added, Mapping) or not isinstance(written, Mapping):
-        raise CheckpointError(f"config.json has rope_parameters or rope_scaling {added or written!r}, which must be an object")
+        raise CheckpointError(f"config.json has rope_scaling {added!r} and rope_parameters {written!r}, which must be an object")
     parameters, outside = dict(added or written), {**config, **written}
     kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     theta = _real(parameters, "rope_theta", _real(outside, "rope_theta", 10000.0))
@@ -289,7 +289,9 @@ def read_grouped_experts(config: Mapping[str, object], *, scoring: Literal["soft
     _check_served(config, "scoring_func", (scoring,))
     _check_served(config, "moe_layer_freq", (1,))
     _check_served(config, "norm_topk_prob", (True, False) if sigmoid else (False,))
-    num_groups, top_groups = (1 if method == "greedy" else whole_number(config, key, 1) for key in ("n_group", "topk_group"))
+    num_groups, top_groups = 1, 1
+    if method != "greedy":
+        num_groups, top_groups = whole_number(config, "n_group", 1), whole_number(config, "topk_group", 1)
     inner = whole_number(config, "moe_intermediate_size")
     return MixtureShape(
         layers=frozenset(range(first, count)),

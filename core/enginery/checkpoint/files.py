@@ -35,7 +35,7 @@ READABLE: Final = PLAIN | {  # what is not plain is read where a format, or a mo
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_HEAD: Final = "lm_head.weight"
+_HEAD, _SINGLE = "lm_head.weight", "model.safetensors"
 _TIES: Final = ("tie_word_embeddings", "tie_embedding")  # LFM2 has the other
 _COMPARED_BYTES: Final = 8 << 20
 _log: Final = logging.getLogger(__name__)
@@ -78,10 +78,9 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
 def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[str, StoredTensor]:
     """stamps: of all that is read, a key and no more."""
     stored: dict[str, StoredTensor] = {}
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     weight_map = _weight_map(index) if index.exists() else {}
-    weight_map = {} if single.exists() and single.name not in weight_map.values() else weight_map  # as in transformers
-    files = sorted({folder / name for name in weight_map.values()}) or [single]
+    files = sorted({folder / name for name in weight_map.values()}) or [folder / _SINGLE]
     for file in files:
         if not file.exists():
             raise _no_file(file, folder, index=index if weight_map else None)
@@ -96,7 +95,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     stated = read_json(index).get("weight_map")
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
         raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')
-    return stated
+    return {} if (index.parent / _SINGLE).exists() and _SINGLE not in stated.values() else stated  # as in transformers
 
 
 def dtype_of_most(folder: Path) -> str | None:

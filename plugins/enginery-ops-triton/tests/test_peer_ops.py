@@ -36,7 +36,7 @@ def test_the_stated_sizes_are_what_parts_have() -> None:
 @pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 1), (2, 2), (3, 2), (4, 1)])
 def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int, ahead: int) -> None:
     """Few rows and more, of several types, in turns, over memory of processes that wait for each other; one is ended."""
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "peer_ops_ranks.py"), str(num_ranks), str(ahead)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
@@ -44,7 +44,7 @@ def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int, ahead: 
 
 def test_two_ranks_whose_rows_leave_early_give_the_same_bits_and_what_float64_gives() -> None:
     """Of several sizes and types, in turns; sums that nobody takes between them, and counts that overflow."""
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "sent_rows_ranks.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == "2 ranks agree\n", done.stderr

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -97,14 +97,23 @@ class OnDevice(torch.Tensor):
 CLASSES: Final = [type(f"OnDevice{index}", (OnDevice,), {"index": index}) for index in range(COUNT)]
 
 
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Those among arguments: `tree_leaves` takes five times as long, and each call of torch asks."""
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, tuple | list | dict):
+            yield from _tensors(each)
+
+
 def _of(args: Any) -> type[OnDevice]:
     """The class of the tensors of a device. Raises AssertionError where there are others beside them."""
     found: type[OnDevice] | None = None
-    for each in tree_leaves(args):
+    for each in _tensors(args):
         if isinstance(each, OnDevice):
             assert found in (None, type(each)), f"tensors of cuda:{found.index} and cuda:{each.index}"  # type: ignore[union-attr]
             found = type(each)
-        elif isinstance(each, torch.Tensor):
+        else:
             assert each.dim() == 0, f"a tensor {list(each.shape)} of the host beside those of a device"
     assert found is not None, "there is a tensor of a device"
     return found
@@ -117,11 +126,17 @@ def launched(func: Callable[..., Any], *args: Any, writes: bool = False, **kwarg
     """
     own = _of((args, kwargs))
     with quietly():
-        leaves, spec = tree_flatten(func(*args, **kwargs))
-        leaves = [
-            each.as_subclass(own) if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) else each for each in leaves
-        ]
-    result = tree_unflatten(leaves, spec)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            result = result if isinstance(result, OnDevice) else result.as_subclass(own)
+            leaves = [result]
+        else:
+            leaves, spec = tree_flatten(result)
+            leaves = [
+                each.as_subclass(own) if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) else each
+                for each in leaves
+            ]
+            result = tree_unflatten(leaves, spec)
     if here.capturing is not None:
         here.capturing.add(func, args, kwargs, leaves, writes=writes)
     return result
@@ -202,8 +217,7 @@ class Graph:
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, results: list[Any], *, writes: bool = False) -> None:
         """A call. writes: whatever its name is."""
         with quietly():
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            places = {each.untyped_storage().data_ptr() for each in given}
+            places = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
             name, made = func.__name__, [each for each in results if isinstance(each, torch.Tensor)]
             fresh = [each for each in made if each.untyped_storage().data_ptr() not in places]
             writes |= (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name.startswith("__i")
@@ -235,8 +249,9 @@ class Graph:
             assert not each.expired(), "the graph reads or writes memory that nobody holds any more"
         with quietly(), torch.inference_mode():
             for func, args, kwargs, results in self._calls:
-                again = tree_leaves(func(*args, **kwargs))
-                for there, value in zip(results, again, strict=bool(results)):
+                again = func(*args, **kwargs)
+                leaves = [again] if isinstance(again, torch.Tensor) else tree_leaves(again)
+                for there, value in zip(results, leaves, strict=bool(results)):
                     if isinstance(there, torch.Tensor) and there is not value:
                         there.copy_(value)
 

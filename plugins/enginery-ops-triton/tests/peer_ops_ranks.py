@@ -61,7 +61,7 @@ EPS = 1e-5
 # So small that few rows are several blocks of a program.
 BLOCKS = Blocks(size=512, most_programs=8)
 SUMS_FOR_A_BEST = 5  # a best token is one that ranks meet in: rarely, so that sums follow each other
-LATE_S, LATE_PART, POLL_S = 0.02, 0.1, 0.001
+LATE_S, LATE_PART, LATE_READ_PART, POLL_S = 0.02, 0.1, 0.05, 0.001
 INTERPRETER = importlib.import_module("triton.runtime.interpreter")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -105,13 +105,13 @@ def late(often: random.Random, then: Callable[..., Any], *, first: bool) -> Call
     return slower
 
 
-def wait_patiently(builder: Any) -> None:
-    """Whoever reads what others write lets them run before: there are fewer cores than ranks."""
+def wait_patiently(builder: Any, often: random.Random, *, is_late: bool) -> None:
+    """Whoever reads what others write lets them run before, as there are fewer cores than ranks, or is late."""
     load = builder.create_masked_load
 
     def patient(self: Any, pointers: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool) -> Any:
         if is_volatile:
-            time.sleep(POLL_S)
+            time.sleep(LATE_S if is_late and often.random() < LATE_READ_PART else POLL_S)
         return load(self, pointers, mask, other, cache, eviction, is_volatile)
 
     builder.create_masked_load = patient
@@ -121,9 +121,9 @@ def run(
     rank: int, blocks: Blocks, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]
 ) -> None:
     torch.set_num_threads(1)
-    wait_patiently(INTERPRETER.InterpreterBuilder)
+    often = random.Random(rank)
+    wait_patiently(INTERPRETER.InterpreterBuilder, often, is_late=rank > 0)
     if rank:
-        often = random.Random(rank)
         sums._rows = late(often, sums._rows, first=True)
         for name in ("_await", "_await_all", "_raise_all"):
             setattr(sums, name, late(often, getattr(sums, name), first=False))

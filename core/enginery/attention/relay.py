@@ -98,8 +98,9 @@ class BackendRelay:
 
         Raises `Unsupported` for a batch that is to be captured and does not decode, or not with as many rows of each request.
         """
-        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY)
-        if capture and not (decodes and 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
+        if capture and not (
+            batch.phase in (Phase.DECODE, Phase.VERIFY) and 0 < batch.num_tokens == batch.num_requests * batch.decode_len
+        ):
             raise Unsupported(
                 f"only steps that decode as many rows of each request are captured; {self.backend_id} was asked to plan a batch of "
                 f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase} for a capture"

@@ -184,7 +184,7 @@ class DraftLength:
         load.note(length, seconds)
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
-        if load.length and load.trial is None and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
+        if load.trial is None and {0} < {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
             load.length = 0  # guesses are seldomer right than they were
         if load.trial is None and load.steps >= load.patience:
             self._begin_trial(load)

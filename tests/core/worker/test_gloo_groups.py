@@ -124,3 +124,20 @@ def test_a_rank_that_is_alone_exchanges_nothing(tmp_path: Path) -> None:
     x = torch.ones(2, 3)
     (found,) = on_ranks(tmp_path, 1, lambda group: group.sum(x))
     assert found is x
+
+
+TAKEN_APART = """
+import os, sys
+from enginery.worker.ranks.gloo import open_store
+store = open_store(sys.argv[1], 1)
+store.set("address", "here")
+os.unlink(sys.argv[1])
+os.mkdir(sys.argv[1])  # there, and no file, as one that goes between two looks
+del store
+"""
+
+
+def test_a_store_whose_file_goes_while_it_is_taken_apart_does_not_end_the_process(tmp_path: Path) -> None:
+    """torch throws where nothing may be thrown: a rank that an engine kept was killed by SIGABRT, after a minute."""
+    ended = subprocess.run([sys.executable, "-c", TAKEN_APART, str(tmp_path / "meeting")], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

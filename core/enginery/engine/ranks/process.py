@@ -72,9 +72,8 @@ class Rank:
         if (device := torch_device(boot.options.device)).type != "cpu":
             torch.cuda.set_device(device)  # kernels are launched on the current one
         parts = build_parts(boot.options, registry, self._report, place=Place(boot.parallel, self._meet))
-        groups = self._groups
-        assert groups is not None, "a rank has met the others"
-        return follower_of(parts, groups)
+        assert self._groups is not None, "a rank has met the others"
+        return follower_of(parts, self._groups)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:
         steps = self._connect(zmq.PAIR, self._boot.steps)

@@ -194,6 +194,7 @@ def open_store(address: str, num_ranks: int) -> Store:
     """Where the ranks of one engine leave their addresses: the path of a file that does not exist before, or tcp://ADDRESS:PORT."""
     if not address.startswith(_TCP):
         store: Store = FileStore(address, num_ranks)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # to take it apart ends the process if the file goes meanwhile
     else:
         host, _, port = address.removeprefix(_TCP).rpartition(":")
         try:

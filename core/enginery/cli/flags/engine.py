@@ -77,7 +77,9 @@ _FLAGS: Final = {
         complete=completion.drafters,
     ),
     "draft_model": _Flag(_PARTS, "The checkpoint of a drafter that is a model: folder, installed one or hub id.", metavar="MODEL"),
-    "draft_length": _Flag(_PARTS, "Tokens that are guessed of a request in a step, or auto: as many as pay.", metavar="N"),
+    "draft_length": _Flag(
+        _PARTS, "Guesses of a request in a step, if --max-batch-requests has rows; auto: as many as pay.", metavar="N"
+    ),
     "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy.", complete=completion.policies),
     "wait_for_kernels": _Flag(
         _PARTS, "Compile missing attention kernels first, instead of beginning with others.", ("--wait-for-kernels",)

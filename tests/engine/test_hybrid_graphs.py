@@ -83,7 +83,7 @@ def test_states_that_a_graph_moves_are_those_of_plain_decoding(hybrid: Oracle, d
         assert {about: one.tokens for about, one in found.items()} == {
             each.request_id: plain[each.request_id].tokens for each in some
         }
-    assert capture.num_replayed > 15
+    assert capture.num_replayed > (15 if kind == "some" else 20)
     assert engine.meter.stats().drafts.accepted > 10
     engine._scheduler.check_idle()
 
@@ -95,5 +95,5 @@ def test_a_module_drafts_behind_graphs_of_a_hybrid(hybrid: Oracle, delta: BuildB
     engine, capture, _ = captured(dataclasses.replace(asked, drafter="mtp", draft_length="2"), registry, recurrent=delta)
     for about, found in answers_of(engine, requests).items():
         assert found.tokens == plain[about].tokens, about
-    assert capture.num_replayed > 15
+    assert capture.num_replayed > 20
     assert engine.meter.stats().drafts.drafted > 20

@@ -154,6 +154,13 @@ class ForgivingGrammars(Grammars):
         return Forgiving(self.kind, self.trap)
 
 
+def tokenizer_in(folder: Path) -> str:
+    """The embedded model's, without its end, which is none of another model's."""
+    tokenizer = shutil.copytree(FOLDER, folder / "tokenizer")
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    return str(tokenizer)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_states_go_no_further_than_a_grammar_could_follow(
     write_oracle: Callable[..., Oracle], registry: Registry, name: str, tmp_path: Path
@@ -166,9 +173,7 @@ def test_states_go_no_further_than_a_grammar_could_follow(
     grammars = ForgivingGrammars("raises", plain[place])
     with_grammars = offering(registry, GrammarSpec, grammars.offered())
     scripted = with_drafter(with_grammars, lambda _: Scripted("right", {prompt: list(plain)}))
-    tokenizer = shutil.copytree(FOLDER, tmp_path / "tokenizer")
-    (tokenizer / "tokenizer_config.json").write_text("{}")  # its end is none of this model's
-    engine = Engine.build(options(oracle, drafter="scripted", draft_length="3", tokenizer=str(tokenizer)), scripted)
+    engine = Engine.build(options(oracle, drafter="scripted", draft_length="3", tokenizer=tokenizer_in(tmp_path)), scripted)
     request = asking("", prompt, grammar=Grammar(kind=GrammarKind.REGEX, source="x"))
     assert tuple(answers_of(engine, [request])[""].tokens) == plain
     counts = engine.meter.stats().drafts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from engine.heads_made import Eagle3, Module
 from engine.model_heads import asking
 from engine.random_use import RandomUse
 from engine.rank_threads import Guesses, noted, on_threads
-from engine.test_hybrid_speculation import MODELS, ForgivingGrammars
+from engine.test_hybrid_speculation import MODELS, ForgivingGrammars, tokenizer_in
 from engine.test_hybrid_speculation import told as told_alone
 from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_drafter
 from offers import offering
@@ -39,7 +38,6 @@ from enginery.errors import ConfigError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.ranks.groups import refuse_for_ranks
-from enginery_weights_tiny import FOLDER
 
 module_of, chain_of = prediction_modules.module_of, prediction_modules.chain_of  # fixtures
 llama_of_six, llama_of_four = model_heads.llama, test_frozen_keys.llama
@@ -209,9 +207,7 @@ def test_states_go_no_further_than_a_grammar_could_follow(
     place = next(place for place in range(6, 20) if plain[place] not in plain[:place] and place % 4 != 3)
     with_grammars = offering(registry, GrammarSpec, ForgivingGrammars("raises", plain[place]).offered())
     scripted = with_drafter(with_grammars, lambda _: Scripted("right", {prompt: list(plain)}))
-    tokenizer = shutil.copytree(FOLDER, tmp_path / "tokenizer")
-    (tokenizer / "tokenizer_config.json").write_text("{}")  # its end is none of this model's
-    asked = options(oracle, drafter="scripted", draft_length="3", tokenizer=str(tokenizer), tp=2)
+    asked = options(oracle, drafter="scripted", draft_length="3", tokenizer=tokenizer_in(tmp_path), tp=2)
     request = asking("", prompt, grammar=Grammar(kind=GrammarKind.REGEX, source="x"), max_tokens=20)
     with on_threads(asked, scripted) as (engine, _):
         assert tuple(answers_of(engine, [request])[""].tokens) == plain

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,6 +246,13 @@ class Oracle(GreedyReference):
     def logits(self, ids: list[int]) -> torch.Tensor:
         """[tokens, vocabulary] float32."""
         return self.model(torch.tensor([ids]), use_cache=False).logits[0]
+
+    def copied(self, folder: Path, *, without: Collection[str], **stated: object) -> str:
+        """A copy of the checkpoint whose config.json leaves some keys out and states others."""
+        shutil.copytree(self.folder, folder)
+        config = json.loads((folder / "config.json").read_text()) | stated
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in without}))
+        return str(folder)
 
 
 def randomise(model: torch.nn.Module) -> None:

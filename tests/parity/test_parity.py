@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,14 +153,11 @@ def test_every_rope_scaling_gives_equal_greedy_tokens(rope: str, registry: Regis
 
 def test_the_hub_spelling_of_rope_scaling_is_read_too(registry: Registry, write_oracle: Callable[..., Oracle], tmp_path) -> None:
     oracle = write_oracle("llama-3-rope", FAMILIES["llama-3-rope"])
-    folder = shutil.copytree(oracle.folder, tmp_path / "hub")
-    config = json.loads((folder / "config.json").read_text())
-    parameters = config.pop("rope_parameters")
-    config["rope_theta"] = parameters.pop("rope_theta")
-    config["rope_scaling"] = parameters
-    config["torch_dtype"] = config.pop("dtype")
-    (folder / "config.json").write_text(json.dumps(config))
-    engine = Engine.build(options(oracle, model=str(folder)), registry)
+    config = json.loads((oracle.folder / "config.json").read_text())
+    scaling = config["rope_parameters"]
+    spelled = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config["dtype"]}
+    folder = oracle.copied(tmp_path / "hub", without=("rope_parameters", "dtype"), **spelled)
+    engine = Engine.build(options(oracle, model=folder), registry)
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
 
 
@@ -173,12 +169,9 @@ def test_yarn_that_a_model_card_says_to_add_serves_its_whole_context(
     theta, added = 50000.0, {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
     yarn = {**added, "rope_type": "yarn", "rope_theta": theta}
     oracle = write_oracle("yarn-added", LlamaConfig(**shape(max_position_embeddings=32, rope_parameters=yarn)))
-    folder = shutil.copytree(oracle.folder, tmp_path / "hub")
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_parameters"]
-    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}} if written_by != "the hub" else {"rope_theta": theta}
-    (folder / "config.json").write_text(json.dumps(config | plain | {"rope_scaling": added}))
-    engine = Engine.build(options(oracle, model=str(folder)), registry)
+    plain = {"rope_theta": theta} if written_by == "the hub" else {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    folder = oracle.copied(tmp_path / "hub", without={"rope_parameters"} - plain.keys(), **plain, rope_scaling=added)
+    engine = Engine.build(options(oracle, model=folder), registry)
     assert engine.facts.max_model_len == 8 * 32
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
 

@@ -2,9 +2,8 @@
 
 A verification of L guesses tells 1 + a1 + a1 a2 + ... + a1..aL tokens on average, where aj is how often the guess at place j is
 right if those before it were. It takes t(B, L) seconds with B requests, guessing included. Both are measured while the engine runs:
-now and then another length is tried for a few steps, none, a longer one or the next shorter one: a longer one is taken if it gives
-a twelfth more, a shorter one if it gives a fiftieth. Longer ones take turns, as five guesses may pay where one does not: nothing
-overlaps a verification of any length. None is tried too, as plain decoding may be faster than a length whose neighbours are slower.
+now and then others are tried for a few steps, none, longer ones in turn and the next shorter one: a longer one is taken if it gives
+a twelfth more, a shorter one if it gives a fiftieth. None, as plain steps overlap, and so five guesses may pay where one does not.
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock: what is captured for
@@ -184,11 +183,12 @@ class DraftLength:
         load.note(length, seconds)
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
-        if load.trial is None and {0} < {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
-            load.length = 0  # guesses are seldomer right than they were
-        if load.trial is None and load.steps >= load.patience:
-            self._begin_trial(load)
-        elif load.trial is not None and load.steps >= _STEPS_OF_A_TRIAL:
+        if load.trial is None:
+            if load.length and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
+                load.length = 0  # guesses are seldomer right than they were
+            if load.steps >= load.patience:
+                self._begin_trial(load)
+        elif load.steps >= _STEPS_OF_A_TRIAL:
             self._end_trial(load)
 
     def told_each_step(self, length: int) -> float:

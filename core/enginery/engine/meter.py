@@ -86,7 +86,7 @@ class StepMeter:
         self._num_tokens = self._num_preempted = self._num_nan = 0
         self._verifications = self._told = self._drafted = 0
         self._has_warned = False
-        self._accepted_at: Counter[int] = Counter()
+        self._by_accepted: Counter[int] = Counter()  # verifications
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._host_s = self._plan_s = self._run_s = 0.0
 
@@ -132,12 +132,11 @@ class StepMeter:
 
     def verified(self, outputs: Sequence[RequestOutput]) -> None:
         """What a step that verified drafts has told."""
-        for output in outputs:
-            if output.num_drafted:
-                self._verifications += 1
-                self._told += len(output.token_ids)
-                self._drafted += output.num_drafted
-                self._accepted_at.update(range(output.num_accepted))
+        drafted = [output for output in outputs if output.num_drafted]
+        self._verifications += len(drafted)
+        self._told += sum(len(output.token_ids) for output in drafted)
+        self._drafted += sum(output.num_drafted for output in drafted)
+        self._by_accepted.update(output.num_accepted for output in drafted)
         if self._verifications >= _ENOUGH_VERIFICATIONS and not self._has_warned and self._told < _USEFUL * self._verifications:
             self._has_warned, told, most = True, self._told / self._verifications, 1 + self._drafted / self._verifications
             log.warning(
@@ -154,7 +153,8 @@ class StepMeter:
 
     def stats(self) -> EngineStats:
         """The totals since the start, and how many requests and pages there are now."""
-        scheduler, pages = self._scheduler, self._scheduler.pages
+        scheduler, pages, told = self._scheduler, self._scheduler.pages, self._by_accepted
+        by_position = tuple(sum(told[count] for count in told if count > place) for place in range(max(told, default=0)))
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -179,8 +179,8 @@ class StepMeter:
                 verifications=self._verifications,
                 told=self._told,
                 drafted=self._drafted,
-                accepted=self._accepted_at.total(),
-                by_position=tuple(self._accepted_at[place] for place in range(max(self._accepted_at, default=-1) + 1)),
+                accepted=sum(by_position),
+                by_position=by_position,
                 failure="" if self._drafting is None else self._drafting.failure,
             ),
             kernels=KernelState() if self._changeover is None else self._changeover.state,

@@ -120,12 +120,13 @@ def settled(
     wrong, last = by_seat[each.seat].T
     each.start[:] -= wrong
     each.first_write[:] = each.start
-    room = np.array([request.limit for request in requests]) - each.start - 2  # beside the token that a step tells anyhow
-    over = np.maximum(each.num_drafts - np.maximum(room, 0), 0).astype(INT) * (not is_launched)
-    for column in (each.num_tokens, each.num_logits, each.num_drafts):
-        column -= over
+    if not is_launched:
+        room = np.array([request.limit for request in requests]) - each.start - 2  # beside the token that a step tells anyhow
+        over = np.maximum(each.num_drafts - np.maximum(room, 0), 0).astype(INT)
+        for column in (each.num_tokens, each.num_logits, each.num_drafts):
+            column -= over
+        for index in over.nonzero()[0].tolist():
+            requests[index].num_computed -= int(over[index])
+            requests[index].num_expected -= int(over[index])
     each.pending[:] = each.num_drafts
-    for index in over.nonzero()[0].tolist():
-        requests[index].num_computed -= int(over[index])
-        requests[index].num_expected -= int(over[index])
     return msgspec.structs.replace(ahead, items=items.tobytes(), input_ids=last.astype(INT).tobytes(), behind=0)

@@ -74,15 +74,15 @@ class BatchPlanner:
         running, size, settings = self._table.running, self._kv.page_size, self._settings
         most = min(max(counts), min(self._budget, settings.max_batch_requests) // len(running) - 1)
         stops = [min(request.num_computed + 1 + most, request.limit) for request in running]
-        lacking = (-(-stop // size) - len(request.kv.pages) for request, stop in zip(running, stops, strict=True))
-        if most < 1 or sum(max(0, count) for count in lacking) > self._kv.num_available:
+        lacking = [-(-stop // size) - len(request.kv.pages) for request, stop in zip(running, stops, strict=True)]
+        if most < 1 or sum(count for count in lacking if count > 0) > self._kv.num_available:
             return None
-        self._step.decode_len, self._step.num_decode = 1 + most, len(running)
-        for request, count, stop in zip(running, counts, stops, strict=True):
-            if stop > len(request.kv.pages) * size:
+        self._step.decode_len, self._step.num_decode, guesses = 1 + most, len(running), (ON_DEVICE,) * most
+        for request, count, stop, num_pages in zip(running, counts, stops, lacking, strict=True):
+            if num_pages > 0:
                 self._kv.prepare(request.kv, request.num_computed, stop, num_known=request.num_expected)
                 self._step.tell_pages(request.kv)
-            self._step.add_drafts(request, (ON_DEVICE,) * min(count, most))
+            self._step.add_drafts(request, guesses[:count])
         return self._step
 
     def _schedule_decodes(self) -> list[Request]:

@@ -28,21 +28,21 @@ def take_in(
     """
     if index in output.failed:
         return RequestOutput(request_id=request.request_id, error=output.failed[index])
-    told, most = output.token_ids[index], num_drafts
-    request.kv.num_written = end
+    told, most, kv = output.token_ids[index], num_drafts, request.kv
+    kv.num_written = end
     if num_drafts:
         num_wrong = num_drafts + 1 - len(told)  # of its last drafts: what was computed of them is computed again
         request.num_computed -= num_wrong
         request.num_expected -= num_wrong
-        request.kv.num_written -= num_wrong
-        request.kv.ready = min(request.kv.ready, request.num_computed)
+        kv.num_written -= num_wrong
+        kv.ready = min(kv.ready, request.num_computed)
         room = request.limit - len(request.token_ids)
         told, most = told[:room], min(num_drafts, room - 1)  # guesses behind its limit are neither right nor wrong
     if index in refused:
         return RequestOutput(request_id=request.request_id, error=refused[index], param="grammar")
     added = _append(request, index, told, output, num_drafts=most) if told else None
     if num_drafts:
-        request.kv.num_written = min(request.kv.num_written, len(request.token_ids))  # it may have ended amid its drafts
+        kv.num_written = min(kv.num_written, len(request.token_ids))  # it may have ended amid its drafts
     return added
 
 

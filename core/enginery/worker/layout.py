@@ -97,7 +97,7 @@ def logits_of_items(step: StepInput) -> np.ndarray:
     num_logits = step.columns().num_logits
     if not step.verifies:
         return num_logits
-    return np.where(np.arange(step.num_items) < step.num_decode, step.decode_len, num_logits).astype(np.int32)
+    return np.concatenate((step.rows[: step.num_decode], num_logits[step.num_decode :]))
 
 
 def drafts_of_items(step: StepInput) -> dict[int, tuple[int, ...]]:
@@ -164,18 +164,13 @@ def token_sources(step: StepInput, *, width: int, size: int | None = None) -> to
     width: of a seat there: the token that was sampled last, then guesses.
     """
     items = step.columns()
-    sources = np.where(items.pending, items.seat * width, KNOWN)  # [B]
+    begins = items.seat * width  # [B]
     if _one_each(step):
-        return _as_long(sources, size, fill=KNOWN)
-    rows = step.rows
-    sources = sources.repeat(rows)
-    if step.verifies:
-        place = step.row_places
-        drafted = items.num_drafts.repeat(rows)
-        is_guess = (place >= 1) & (place <= drafted)
-        on_host = (drafted > 0) & ~is_guess & ((items.pending == items.num_drafts).repeat(rows) | (place > 0))
-        sources = np.where((sources == KNOWN) | on_host, KNOWN, sources + place * is_guess)
-    return _as_long(sources, size, fill=KNOWN)
+        return _as_long(np.where(items.pending, begins, KNOWN), size, fill=KNOWN)
+    of_rows = (items.num_tokens - items.pending, items.num_tokens, begins)
+    known, count, begin = (values.repeat(step.rows) for values in of_rows)
+    is_there = (step.row_places >= known) & (step.row_places < count)
+    return _as_long(np.where(is_there, begin + step.row_places, KNOWN), size, fill=KNOWN)
 
 
 def has_pending(step: StepInput) -> bool:
@@ -194,11 +189,16 @@ def num_drafts(step: StepInput, *, size: int) -> torch.Tensor:
 
 
 def _as_long(values: np.ndarray, size: int | None, *, fill: int) -> torch.Tensor:
-    if size is None or size == len(values):
-        return torch.from_numpy(values.astype(np.int64))
-    padded = np.full(size, fill, np.int64)
-    padded[: len(values)] = values
-    return torch.from_numpy(padded)
+    return torch.from_numpy(grown(values.astype(np.int64), len(values) if size is None else size, fill=fill))
+
+
+def grown(values: np.ndarray, *shape: int, fill: int) -> np.ndarray:
+    """The values in front, `fill` behind them. Not `np.pad`, which takes ten times as long; itself where it has the shape."""
+    if values.shape == shape:
+        return values
+    larger = np.full(shape, fill, values.dtype)
+    larger[tuple(map(slice, values.shape))] = values
+    return larger
 
 
 def _one_each(step: StepInput) -> bool:

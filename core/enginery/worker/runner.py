@@ -289,11 +289,11 @@ class Runner:
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
         draws = self._draws(step, sampling)
-        told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
+        graphs, tables = self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
-            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
+            found = graphs.drafts(step, forwarded, features, tokens=tokens, accepted=accepted, draws=draws, tables=tables)
         else:
-            batch = forwarded.unpadded(step.num_items)
+            batch, told = forwarded.unpadded(step.num_items), tokens.clamp(min=0)
             features = features[: batch.num_tokens]
             if path is not None:
                 step, batch, features, told = straightened(step, batch, path=path, features=features, tokens=told)

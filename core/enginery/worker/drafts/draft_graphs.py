@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from enginery.attention.axes import renewed
-from enginery.contracts.batch import FULL, ForwardBatch
+from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
@@ -31,10 +30,11 @@ from enginery.speculate.combs import num_verified
 from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
 from enginery.worker.drafts.draws import DRAW_KINDS, CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
+from enginery.worker.layout import grown
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, NumGuesses, Replayable
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Agreement, JoinedHead
 
@@ -61,11 +61,12 @@ class _Steps:
 
 
 class DraftGraphs:
-    """Captured when first needed, or in idle moments. Their inputs and results are the same for all sizes.
+    """Captured when first needed, or in idle moments. What was sampled and accepted is read where the target's graph leaves it.
+    What is left for the steps is the same for all sizes.
 
-    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
-    `CapturedStep` has it; state: [most rows, C'], ids: [most rows, 1 + n] int64, what follows the last told token stands on, and a
-    guess at it with n others, or that token alone where the model takes no features.
+    behind: [most rows] int64, how far the last told token is behind the first that may be told; state: [most rows, C'], ids: [most
+    rows, 1 + n] int64, what follows it stands on, and a guess at it with n others, or that token alone where the model takes no
+    features.
     """
 
     def __init__(self, model: DraftModel, target: StepParts, *, capture: Capture, state: torch.Tensor, siblings: int) -> None:
@@ -73,7 +74,7 @@ class DraftGraphs:
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings = capture, state, siblings
         self._agreed = Agreement.of(target.model, model) if isinstance(target.model, JoinedHead) else None
-        self.tokens, self.right, self.moved, self._zeros = torch.zeros(4, len(state), dtype=torch.int64, device=state.device)
+        self.behind = torch.zeros(len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows = weakref.WeakKeyDictionary[CapturedStep, _Follow]()  # by the target's
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
@@ -90,23 +91,19 @@ class DraftGraphs:
         tables: PageTables,
     ) -> torch.Tensor:
         """As `DraftModel.drafts`, of a step that the target ran as a graph."""
-        count, model = len(step.sampling), self._model
-        assert forwarded.captured is not None, "the target ran a graph"
+        count, model, captured = len(step.sampling), self._model, forwarded.captured
+        assert captured is not None, "the target ran a graph"
         assert forwarded.padded is not None, "and tells for what"
-        self.tokens[: len(tokens)].copy_(tokens)
-        none, moved = self._zeros[:count], forwarded.captured.moved
-        self.right[:count].copy_(none if accepted is None else accepted)
-        self.moved[:count].copy_(none if moved is None else moved[:count])
-        self._follow(forwarded.captured, forwarded.padded, features)
+        for there, values in ((captured.best, tokens), (captured.accepted, accepted)):
+            if there is not None and values is not None and values.data_ptr() != there.data_ptr():  # not chosen within its graph
+                there[: len(values)].copy_(values)
+        self._follow(captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
-        ids = self.ids[:count]
-        if not step.draft_len:
-            return ids.new_empty(count, 0)
         num_steps = step.draft_len - model.takes_features
         if not num_steps and draws.kind is None:
-            return ids
-        found = self._steps_of(forwarded.captured.batch.num_requests, num_steps, draws.kind)
-        return self._guess(found, model.ahead(step, tables), draws)[:count]
+            return self.ids[:count]
+        found = self._steps_of(captured.batch.num_requests, num_steps, draws.kind)
+        return first_rows(self._guess(found, model.ahead(step, tables), draws), count)
 
     @torch.inference_mode()
     def prepare(self, graphs: DecodeGraphs, num_guesses: NumGuesses) -> bool:
@@ -160,14 +157,15 @@ class DraftGraphs:
 
         def run() -> None:
             self._relay.ask("device_prologue", plan=there.plan)
-            tokens, rows = self.tokens[:num_rows], features[:num_rows]
+            tokens, rows = of.best.clamp(min=0), features[:num_rows]
             if standing is not None:
                 chain = standing_chain(batch, standing.path, standing.depth)
                 for place, value in zip(_chain_of(there)[1:], chain[1:], strict=True):
                     place.copy_(value)
                 tokens, rows = chain_told(tokens, size, length, standing.depth), rows.index_select(0, chain.rows)
-            begins = torch.arange(0, there.num_tokens, there.decode_len, device=tokens.device)  # a graph keeps nothing alive
-            last = begins + self.right[:size].clamp(max=there.decode_len - 1)  # padding has what a longer step left there
+            right = torch.zeros_like(of.seats) if of.accepted is None else of.accepted
+            last = right + torch.arange(0, there.num_tokens, there.decode_len, device=tokens.device)  # a graph keeps nothing alive
+            self.behind[:size].copy_(right if of.moved is None else right + of.moved)
             if model.takes_features:
                 there.input_ids.copy_(tokens)
                 hidden = model.follow(there, {FEATURES: rows})
@@ -194,17 +192,17 @@ class DraftGraphs:
         if found.batches:
             last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
-            assert last.kv_lens is not None, "lengths are true on the device alone"
-            one = OneStep(last.positions, last.pages.slots, last.kv_lens)
-            self._relay.refresh(last.plan, one_each(padded, one, knows_lengths=False))
+            longest, table, seats = map(torch.from_numpy, (padded.longest, padded.table, padded.seats))
+            view = View(slots=last.pages.slots, page_table_cpu=table)
+            self._relay.refresh(last.plan, renewed(last, kv_lens_cpu=longest, seats_cpu=seats, views={FULL: view}))
         found.graph.replay()
         return found.guesses
 
     def _capture_steps(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         model, device = self._model, self.state.device
         width = 1 + 2 * model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
-        none, table = np.empty(0, np.int64), torch.empty(0, 1, dtype=torch.int32)
-        nobody = Ahead(none.astype(np.int32), none, none.reshape(0, 0), table, table[:, 0])
+        none, table = np.empty(0, np.int64), np.empty((0, 1), np.int32)
+        nobody = Ahead(table[:, 0], none, none.reshape(0, 0), table, table[:, 0])
         ahead = self._padded(nobody, size, width=width)
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
         count = num_verified(num_steps + model.takes_features, self._siblings)
@@ -218,7 +216,7 @@ class DraftGraphs:
         def run() -> None:
             for there in batches:
                 self._relay.ask("device_prologue", plan=there.plan)
-            at, window, right = packed[0], packed[1:], self.right[:size] + self.moved[:size]
+            at, window, right = packed[0], packed[1:], self.behind[:size]
             model.place(steps, at, window, right)
             first, state, choose = self.ids[:size], None, functools.partial(self._choose, draws)
             behind = at + right + 1
@@ -233,14 +231,13 @@ class DraftGraphs:
 
     def _padded(self, ahead: Ahead, size: int, *, width: int) -> Ahead:
         """Of `size` requests, with a window of `width`; what is added is scratch."""
-        scratch, more = self._geometry.scratch_page(FULL), size - len(ahead.seats)
-        slot = scratch * self._geometry.page_size
+        scratch = self._geometry.scratch_page(FULL)
         return Ahead(
-            np.pad(ahead.seats, (0, more), constant_values=self._geometry.num_seats),
-            np.pad(ahead.at, (0, more)),
-            np.pad(ahead.window, ((0, width - len(ahead.window)), (0, size - ahead.window.shape[1])), constant_values=slot),
-            F.pad(ahead.table, (0, 0, 0, more), value=scratch),
-            F.pad(ahead.longest, (0, more), value=1),
+            grown(ahead.seats, size, fill=self._geometry.num_seats),
+            grown(ahead.at, size, fill=0),
+            grown(ahead.window, width, size, fill=scratch * self._geometry.page_size),
+            grown(ahead.table, size, ahead.table.shape[1], fill=scratch),
+            grown(ahead.longest, size, fill=1),
         )
 
 

@@ -66,8 +66,8 @@ class Ahead(NamedTuple):
     seats: np.ndarray
     at: np.ndarray
     window: np.ndarray
-    table: Tensor
-    longest: Tensor
+    table: np.ndarray
+    longest: np.ndarray
 
 
 class OneStep(NamedTuple):
@@ -191,7 +191,7 @@ class DraftModel:
         table = _pages_of(seats, tables, int(columns.max(initial=0)) + 1, most=self.most)
         pages = np.where(places < self._max_positions, table[np.arange(len(seats)), columns], tables.full.scratch_page)
         window = pages.astype(np.int64) * size + offsets
-        return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
+        return Ahead(seats, at, window, table, longest.astype(np.int32))
 
     def place(self, steps: OneStep, at: Tensor, window: Tensor, right: Tensor) -> None:
         """Write where the rows of steps are, each field [steps, S], of requests of whose drafts so many were right.
@@ -261,8 +261,8 @@ class DraftModel:
 
         ids: [S], device, as positions. most_right: drafts of a request that may have been right.
         """
-        longest = torch.from_numpy((ahead.at + most_right).astype(np.int32))
-        table = torch.from_numpy(tables.full.of(ahead.seats, (int(longest.max()) - 1) // tables.page_size + 1))
+        longest = (ahead.at + most_right).astype(np.int32)
+        table = tables.full.of(ahead.seats, (int(longest.max()) - 1) // tables.page_size + 1)
         slots = torch.full_like(positions, tables.full.scratch_page * tables.page_size)
         one = OneStep(positions.clamp(max=self._max_positions - 1), slots, positions.int())
         there = one_each(ahead._replace(table=table, longest=longest), one, knows_lengths=self.knows_lengths)
@@ -290,9 +290,10 @@ def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: 
     """The pages of each request, and behind its last one those of its seat: [S, num_columns] int32. most: guesses a step."""
     scratch, count = tables.full.scratch_page, pages_behind(most, tables.page_size)
     held = tables.full.of(seats, num_columns)
-    behind = np.arange(num_columns) - (held != scratch).sum(1, keepdims=True)
-    own = scratch + 1 + seats[:, None] * count + behind.clip(0, count - 1)
-    return np.where(behind < 0, held, own).astype(np.int32)
+    item, column = (held == scratch).nonzero()
+    behind = column - num_columns + np.bincount(item, minlength=len(seats))[item]
+    held[item, column] = scratch + 1 + seats[item] * count + np.minimum(behind, count - 1)
+    return held
 
 
 def one_each(ahead: Ahead, one: OneStep, *, knows_lengths: bool) -> ForwardBatch:
@@ -303,10 +304,10 @@ def one_each(ahead: Ahead, one: OneStep, *, knows_lengths: bool) -> ForwardBatch
         input_ids=torch.zeros_like(one.positions),
         positions=one.positions,
         q_lens_cpu=ones,
-        kv_lens_cpu=one.kv_lens if knows_lengths else ahead.longest,
+        kv_lens_cpu=one.kv_lens if knows_lengths else torch.from_numpy(ahead.longest),
         num_logits_cpu=ones,
         seats_cpu=torch.from_numpy(ahead.seats),
-        views={FULL: View(slots=one.slots, page_table_cpu=ahead.table)},
+        views={FULL: View(slots=one.slots, page_table_cpu=torch.from_numpy(ahead.table))},
         kv_lens=None if knows_lengths else one.kv_lens,
     )
 

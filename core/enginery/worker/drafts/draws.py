@@ -68,7 +68,7 @@ class GuessDraws:
         self._seeds = np.zeros(len(rows), np.uint64) if sampling is None else sampling.seeds[rows]
         self._params, self._ops, self._device, self._together, self._siblings = params, ops, device, together, siblings
         self.kind = kind
-        if bool((params[0] >= LEAST_TEMPERATURE).any()):
+        if sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any()):
             kept, cut = most_kept(params, sys.maxsize)
             self.kind = DrawKind(cut, cut and kept <= _FEW)
 

@@ -118,10 +118,10 @@ def at_the_earliest(batch: ForwardBatch, behind: int, *, page_size: int) -> tupl
     columns, offsets = np.divmod(places, page_size)
     table = view.page_table_cpu.numpy()
     pages = table[np.arange(count)[:, None], np.minimum(columns, table.shape[1] - 1)].astype(np.int64)  # [R, 2 L]
-    slots, later = np.split(pages * page_size + offsets, 2, axis=1)
-    there = View(slots=torch.from_numpy(slots.ravel()), page_table_cpu=view.page_table_cpu)
-    earlier = renewed(batch, positions=(batch.positions - behind).clamp(min=0), views={**batch.views, FULL: there})
-    return earlier, torch.from_numpy(later.ravel())
+    slots, positions = pages * page_size + offsets, np.maximum(batch.positions.numpy() - behind, 0)
+    there = View(slots=torch.from_numpy(slots[:, :length].ravel()), page_table_cpu=view.page_table_cpu)
+    earlier = renewed(batch, positions=torch.from_numpy(positions), views={**batch.views, FULL: there})
+    return earlier, torch.from_numpy(slots[:, length:].ravel())
 
 
 def move_on(

@@ -149,7 +149,7 @@ class DecodeGraphs:
         self.model, self.relay, self.ops, _, self.feed, pool, self.results = parts
         self.geometry = pool.geometry
         most = len(buffers.logits)
-        self.best = torch.empty(most, dtype=torch.int64, device=buffers.logits.device)
+        self.best = torch.zeros(most, dtype=torch.int64, device=buffers.logits.device)
         self.sizes = graph_sizes(most)
         self.verified_rows = 0
         self._noted = False

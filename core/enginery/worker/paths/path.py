@@ -104,7 +104,7 @@ class Launched(NamedTuple):
         accepted, best = self.forwarded.accepted, self.forwarded.greedy
         if accepted is None or best is None or cuts or not self.step.run.greedy:
             return None
-        best, accepted = best[: len(self.logits)], accepted[: len(self.step.sampling)]
+        best, accepted = first_rows(best, len(self.logits)), first_rows(accepted, len(self.step.sampling))
         standing = None if self.forwarded.captured is None else self.forwarded.captured.standing
         if standing is None:
             return Verified(best, best, accepted)

@@ -444,7 +444,6 @@ def drive(
                 tokens.update(prompt=len(prompt), cached=output.num_cached_tokens, requests=1)
             tokens["output"] += len(output.token_ids)
             load.told(output, clock.now_s(), engine.submit)
-    engine._scheduler.check_integrity()
     return found, watch
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import Told
+from integrity import check_scheduler
 from pairwise import EVERYTHING
 from parity.engine_driver import options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
@@ -74,7 +75,7 @@ def come_and_go(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[s
             one = told[output.request_id]
             one.tokens += output.token_ids
             one.reason = output.finish_reason
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     engine._scheduler.check_idle()
     return told
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from integrity import check_scheduler
+
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.engine.engine import Engine
 from enginery.errors import QueueFull
@@ -75,7 +77,7 @@ class RandomUse:
                 evict_everything(self.engine)
             told |= self.alive
             self.step()
-            self.engine._scheduler.check_integrity()
+            check_scheduler(self.engine._scheduler)
         told |= self.alive
         self.drain()
         return told.values()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from engine.random_use import RandomUse
+from integrity import check_scheduler
 
 from enginery.bench.workloads import write_shape
 from enginery.config.schema import EngineOptions
@@ -99,7 +100,7 @@ def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int
     assert not driver.alive, f"{len(driver.alive)} requests were forgotten"
     scheduler = engine._scheduler
     scheduler.check_idle()
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     stats = engine.meter.stats()
     assert stats.free_pages + stats.cached_pages == engine.facts.num_pages
     assert driver.control() == before, "the control request is answered otherwise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from integrity import check_scheduler
 from pairwise import EVERYTHING
 
 from enginery.config.schema import EngineOptions
@@ -43,4 +44,4 @@ def test_an_abort_at_any_step_ends_nothing_else_and_leaves_nothing(engine, place
         assert sum(len(output.token_ids) for output in outputs + late if output.request_id == "stays") == 10
         assert all(output.error is None for output in outputs + late)
         assert engine._scheduler.table.by_id == {}  # what is kept for a request is kept with it
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)

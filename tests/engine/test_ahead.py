@@ -11,6 +11,7 @@ import pytest
 from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_device_drafts import MOST_ROWS, captured, requests_of, unread  # noqa: F401
 from engine.test_speculation import Told, answers_of
+from integrity import check_scheduler
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
@@ -139,7 +140,7 @@ def test_most_steps_are_launched_before_the_one_before_is_told(
     assert_told(answers_of(engine, requests), expected)
     assert len(found) > 5
     assert sum(found) > 0.7 * len(found)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
 
 
 def test_where_the_device_finds_where_one_begins_more_are_told_first(
@@ -164,7 +165,7 @@ def test_where_the_device_finds_where_one_begins_more_are_told_first(
     graphs = engine._runner.graphs
     assert graphs is not None
     assert {key.size for key, each in graphs.captured.items() if each.moved is not None} == {1}
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
         for output in engine.step():
             told[output.request_id].tokens += output.token_ids
             told[output.request_id].reason = output.finish_reason
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     kept = told.keys() - aborted
     assert_told({each: told[each] for each in kept}, {each: plainly[each] for each in kept})
     assert settled
@@ -351,7 +352,7 @@ def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Regist
             engine.step()
     (output,) = engine.recover(raised.value)
     assert (output.request_id, output.error is not None) == ("first", True)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert not engine._scheduler.in_flight
     again = asking("again", prompt_of(SAID[1]), max_tokens=8)
     assert_told(answers_of(engine, [again]), answers_of(Engine.build(embedded(), registry), [again]))

@@ -12,6 +12,7 @@ import jsonschema
 import noise
 import pytest
 from engine.test_graphs import with_graphs
+from integrity import check_scheduler
 from offers import offering
 from pairwise import EVERYTHING, spread
 
@@ -94,7 +95,7 @@ def drain(engine: Engine, outputs: dict[str, list[RequestOutput]]) -> dict[str, 
     while engine.has_work:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     return outputs
 
 

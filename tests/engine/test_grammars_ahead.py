@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from engine.test_speculation import with_drafter
+from integrity import check_scheduler
 from offers import offering
 from pairwise import in_turn
 
@@ -125,7 +126,7 @@ def answer(
         for output in engine.step():
             told += output.token_ids
             error = output.error or error
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     return told, error
 
 

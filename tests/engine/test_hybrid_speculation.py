@@ -13,6 +13,7 @@ import pytest
 from engine.test_grammars_ahead import Fussy, Grammars
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, used_at_random, with_drafter
+from integrity import check_scheduler
 from offers import offering
 from pairwise import in_turn, spread
 from parity.engine_driver import options
@@ -120,7 +121,7 @@ def told(engine: Engine, prompt: Sequence[int], max_tokens: int) -> RequestOutpu
     outputs: list[RequestOutput] = []
     while engine.has_work:
         outputs += engine.step()
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
         for request in engine._scheduler.table.running:
             assert all(point.position <= request.kv.num_written for point in request.kv.points), "of wrong drafts none is left"
     return msgspec.structs.replace(outputs[-1], token_ids=tuple(token for output in outputs for token in output.token_ids))

@@ -18,6 +18,7 @@ from engine.random_use import RandomUse, evict_everything
 from engine.rank_models import CONFIGS
 from engine.test_kinds_at_random import small_memory
 from free_ports import free_ports
+from integrity import descendants
 from pairwise import EVERYTHING, spread
 
 from enginery.config.schema import EngineOptions
@@ -49,7 +50,7 @@ def resumable(engine: Engine, lane: int = 0) -> dict[str, set[Prefix]]:
     """By kind of memory beside the first, the blocks that resume points have: their prefixes."""
     found: dict[str, set[Prefix]] = {}
     root = engine._scheduling.caches[lane].root
-    for node in root.descendants():
+    for node in descendants(root):
         if node.point is not None and not node.point.is_dropped:
             path, top = node.tokens, node
             while top.parent is not root:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from engine.random_use import RandomUse
+from integrity import check_scheduler
 from pairwise import EVERYTHING
 
 from enginery.config.schema import EngineOptions
@@ -69,7 +70,7 @@ def test_each_gets_what_it_asked_for_and_nothing_is_left(seed: int) -> None:
         if use.alive and chance.random() < 0.2:
             use.abort_one()
         use.step()
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     began = time.monotonic()
     while engine.has_work:
         use.step()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from engine.random_use import RandomUse
 from engine.test_kinds_at_random import prompts_of, small_memory
+from integrity import check_scheduler
 from offers import offering
 from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import options
@@ -83,7 +84,7 @@ def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[st
             one.tokens += output.token_ids
             one.logprobs += [found.logprob for found in output.logprobs or ()]
             one.reason = output.finish_reason
-        engine._scheduler.check_integrity()
+        check_scheduler(engine._scheduler)
     engine._scheduler.check_idle()
     return told
 

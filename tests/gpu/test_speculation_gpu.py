@@ -21,6 +21,7 @@ from engine.test_frozen_keys import write as write_reader
 from engine.test_right_heads import SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors, write
 from engine.test_right_heads import counts_of as counts_of_right_head
 from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, with_drafter
+from integrity import check_scheduler
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle, shape
 from transformers import LlamaConfig
@@ -216,7 +217,7 @@ def test_verifications_are_launched_before_the_ones_before_are_told(
     found = untold(engine)
     assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
     assert sum(found) > 0.6 * len(found) > 3
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
 
 
 @pytest.mark.parametrize(("drafter", "length"), [("lookup", "3"), ("scripted", "3"), ("mtp", "3"), ("mtp", "1")])

@@ -35,8 +35,6 @@ MOST_TYPES: Final = 18  # made for one decoding step: with a view for each kind 
 
 # "file:function": why this function of complexity 11 or more is better whole.
 WHY_COMPLEX: Final[dict[str, str]] = {
-    "kv/prefix.py:RadixPrefixCache.check_integrity": "a list of invariants of the tree, an assertion each",
-    "schedule/table.py:RequestTable.check_integrity": "a list of invariants of requests and pages, an assertion each",
     "text/template_process.py:render": "whatever a template may raise is caught around all that is done with it",
 }
 

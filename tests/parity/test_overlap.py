@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from integrity import check_scheduler
 from pairwise import in_turn
 from parity.engine_driver import assert_greedy, drain, generate, greedy, options
 from parity.oracle import FAMILIES, Oracle
@@ -108,7 +109,7 @@ def test_a_failed_step_gives_up_those_in_flight_and_the_next_call_works(
             engine.step()
     assert "in step" in caught.value.__notes__[0]
     assert not engine.has_work
-    engine._scheduler.check_integrity()
+    check_scheduler(engine._scheduler)
     assert_greedy(llama, generate(engine, llama.prompts[:2]), llama.prompts[:2])
 
 

@@ -175,20 +175,6 @@ def _make_free(cache: RadixPrefixCache, kind: MemoryKind, count: int) -> None:
         cache.points.evict(kind, count)
 
 
-def check_integrity(finite: FiniteMemory, resident: list[SequenceKV]) -> None:
-    """Raise AssertionError unless the users of every page are the sequences that have it. Walks everything."""
-    owned: dict[MemoryKind, list[int]] = {
-        WINDOW: [page for kv in resident for page in kv.window.pages],
-        STATE: [*finite.read, *(page for kv in resident for page in kv.states.owned())],
-    }
-    for kind, allocator in finite.allocators.items():
-        found = [0] * allocator.num_pages
-        for page in owned[kind]:
-            found[page] += 1
-        assert found == [allocator.users(page) for page in range(allocator.num_pages)], f"users of {kind} pages are wrong"
-        allocator.check_integrity()
-
-
 def check_idle(finite: FiniteMemory) -> None:
     """Raise AssertionError unless every page is free or the cache's alone."""
     for kind, allocator in finite.allocators.items():

@@ -87,12 +87,3 @@ class PageAllocator:
     def shares(self, page: int) -> int:
         """How many resume points of the cache have `page`."""
         return self._shares[page]
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless counters and owners agree. Walks all pages."""
-        taken = [page for page in range(self.num_pages) if self.is_taken(page)]
-        assert sorted([*self._free, *taken]) == list(range(self.num_pages)), "a page is both free and taken, or neither"
-        cached = [page for page in taken if self._shares[page]]
-        assert len(cached) == self.num_cached, f"{len(cached)} pages are cached, {self.num_cached} counted"
-        idle = sum(not self._users[page] for page in cached)
-        assert idle == self.num_idle, f"{idle} pages are the cache's alone, {self.num_idle} counted"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -62,19 +62,6 @@ class PrefixNode:
                 return node.point
             node = node.parent
         return None
-
-    def prefix_pages(self) -> list[int]:
-        pages, node = self.pages, self.parent
-        while node is not None:
-            pages, node = node.pages + pages, node.parent
-        return pages
-
-    def descendants(self) -> Iterator[PrefixNode]:
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
 
 
 Announcement = tuple[PrefixNode, bytes]
@@ -233,32 +220,6 @@ class RadixPrefixCache:
         self.num_evictable -= freed_pages
         self.num_evicted += freed_pages
         return freed_pages
-
-    def pages(self) -> Iterator[int]:
-        for node in self.root.descendants():
-            yield from node.pages
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless tree, counters and the order of eviction agree. Walks the whole tree."""
-        nodes = list(self.root.descendants())
-        pages = list(self.pages())
-        assert len(set(pages)) == len(pages), "a page is in the tree twice"
-        assert all(self._allocator.is_taken(page) for page in pages), "a page of the tree is free"
-        assert len(pages) == self.num_cached, f"{len(pages)} pages in the tree, {self.num_cached} counted"
-        unlocked = sum(len(node.pages) for node in nodes if node.num_locks == 0)
-        assert unlocked == self.num_evictable, f"{unlocked} unlocked pages, {self.num_evictable} counted"
-        assert set(self._idle) == {node for node in nodes if not node.children and node.num_locks == 0}, "idle leaves are wrong"
-        assert all(node.num_locks or node is self.root for node, _ in self._announced), "announced after a prefix that may go"
-        if self.points is not None:
-            self.points.check_integrity()
-        for node in nodes:
-            length = len(node.prefix_pages()) * self._page_size
-            assert node.point is None or node.point.is_dropped or node.point.position == length, "a point is at another's node"
-            assert node.pages, "an edge without pages"
-            assert len(node.tokens) == len(node.pages) * self._page_bytes, "an edge with another number of tokens than of pages"
-            assert node.num_locks >= sum(child.num_locks for child in node.children.values()), "a lock does not reach the root"
-            assert node.parent is not None
-            assert node.parent.children[node.branch] is node, "a node is not its parent's child"
 
     def _branch(self, node: PrefixNode, tokens: bytes, page: int, salt: str) -> bytes:
         """The key of page number `page` among the children of `node`. The root's begin with the salt, which keeps salts apart."""

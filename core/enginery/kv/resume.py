@@ -10,7 +10,7 @@ on from it has its own share. Before the step that computed it has completed it 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,15 +116,6 @@ class ResumePoints:
         cached = self.allocators[kind].num_cached
         yield
         self.num_evicted[kind] += cached - self.allocators[kind].num_cached
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the shares in every page are those of the points that are here."""
-        for kind, allocator in self.allocators.items():
-            shares = Counter(page for point in self for page in point.pages[kind])
-            counted = Counter({page: allocator.shares(page) for page in range(allocator.num_pages)})
-            assert shares == counted, f"shares in {kind} pages are wrong"
-            allocator.check_integrity()
-        assert not any(point.is_dropped for point in self), "a point that was given up is still in order"
 
     def _order(self, point: ResumePoint) -> OrderedDict[ResumePoint, None]:
         return self._passing if point.passing else self._lasting

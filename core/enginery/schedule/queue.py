@@ -78,11 +78,6 @@ class WaitingQueue:
         del self._requests[place]
         self.num_tokens -= request.num_expected
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the requests stand in order and their tokens are counted."""
-        assert self._requests == sorted(self._requests, key=_order), "the waiting requests are out of order"
-        assert self.num_tokens == sum(request.num_expected for request in self._requests), "waiting tokens are miscounted"
-
 
 def prompt_tokens(asked: GenerationRequest) -> array[int]:
     """Those of the prompt, of int32. Raises `RequestError` if one is none."""

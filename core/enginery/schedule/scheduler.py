@@ -218,10 +218,6 @@ class Scheduler:
         """When no request holds pages, raise AssertionError unless free + cached pages = all pages, and no page is locked."""
         self.table.check_idle()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every page has exactly one owner. For tests: walks everything."""
-        self.table.check_integrity()
-
     def _land(self, step: StepInput) -> list[Request]:
         """The step is no longer in flight. Returns the requests of its items."""
         scheduled, requests = self.in_flight.popleft()

@@ -15,7 +15,6 @@ from bisect import insort
 from operator import attrgetter
 
 from enginery.kv.finite import check_idle as check_finite_idle
-from enginery.kv.finite import check_integrity as check_finite
 from enginery.kv.kinds import Demand
 from enginery.kv.manager import KVCacheManager
 from enginery.schedule.queue import WaitingQueue
@@ -129,31 +128,6 @@ class RequestTable:
         assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached pages are not all {total:,}"
         assert cached == cache.num_evictable, f"nothing runs, but {cached - cache.num_evictable:,} cached pages are locked"
         check_finite_idle(self.kv.finite)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every page has one owner: a request, the cache, or nobody. Walks everything."""
-        cache, allocator = self.kv.cache, self.kv.allocator
-        cache.check_integrity()
-        cached = set(cache.pages())
-        resident = {*self.running, *self.leaving}
-        owned = [page for request in resident for page in request.kv.pages if page not in cached]
-        assert len(set(owned)) == len(owned), "two requests own one page"
-        check_finite(self.kv.finite, [request.kv for request in resident])
-        seats = [*self.kv.free_seats, *(request.kv.seat for request in resident)]
-        assert sorted(seats) == list(self.kv.seats), "two requests own one state, or nobody does"
-        assert all(allocator.is_taken(page) for page in owned), "a request's page is free"
-        assert len(owned) + len(cached) + allocator.num_free == allocator.num_pages, "a page has no owner and is not free"
-        for request in resident:
-            assert request.kv.node is not None
-            locked = request.kv.node.prefix_pages()
-            assert locked == request.kv.pages[: len(locked)].tolist(), "a request has pages locked that are not its own"
-            assert not cached.intersection(request.kv.pages[len(locked) :]), "a request uses cached pages that it has not locked"
-        self.waiting.check_integrity()
-        assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
-        assert {*self.side_by_side} == {*self.running}, "a running request stands nowhere"
-        assert len(self.side_by_side) == len(self.running), "a running request stands in two places"
-        assert set(self.by_id.values()) >= {*self.running}, "a running request is unknown"
-        self.check_idle()
 
 
 def _beginning(request: Request) -> array[int]:

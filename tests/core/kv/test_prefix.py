@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_tree, pages_of
 from pairwise import examples
 
 from enginery.kv.pages import PageAllocator
@@ -32,7 +33,7 @@ def test_a_prefix_is_found_in_whole_pages():
     pages, _ = insert(cache, allocator, tokens_of(1, 2, 3, 4, 5, 6))
     assert cache.match(tokens_of(1, 2, 3, 4, 5, 9, 9), "").pages == pages[:2]
     assert cache.match(tokens_of(1, 9, 3, 4), "").pages == []
-    cache.check_integrity()
+    check_tree(cache)
 
 
 def test_a_match_leaves_one_token_to_compute():
@@ -59,7 +60,7 @@ def test_pages_with_content_the_cache_has_already_stay_the_callers():
     second, inserted = insert(cache, allocator, tokens_of(1, 2, 3, 4, 5, 6))
     assert inserted.duplicates == second[:2]
     assert cache.match(tokens_of(1, 2, 3, 4, 5, 6, 7), "").pages == first + second[2:]
-    cache.check_integrity()
+    check_tree(cache)
 
 
 def test_inserting_the_caches_own_pages_again_makes_no_duplicates():
@@ -77,7 +78,7 @@ def test_a_lock_keeps_the_whole_path_through_splits():
     allocator.give_back(other.duplicates)
     assert cache.num_evictable == 1
     assert cache.evict(99) == 1
-    cache.check_integrity()
+    check_tree(cache)
     assert cache.match(tokens_of(1, 2, 3, 4, 5, 6, 7), "").pages == pages
     cache.unlock(inserted.node)
     assert cache.evict(99) == 3
@@ -90,7 +91,7 @@ def test_a_lock_on_a_prefix_lets_what_follows_it_go():
     cache.lock(cache.match(tokens_of(1, 2, 3, 4), "").node)
     assert cache.evict(99) == 2
     assert cache.match(tokens_of(1, 2, 3, 4, 5, 6, 7), "").pages == pages[:1]
-    cache.check_integrity()
+    check_tree(cache)
 
 
 def test_unlocking_more_often_than_locking_is_a_bug():
@@ -131,7 +132,7 @@ def test_an_announced_page_is_reported_until_it_is_withdrawn():
     _, inserted = insert(cache, allocator, tokens_of(1, 2))
     cache.lock(inserted.node)
     announcement = cache.announce(inserted.node, tokens_of(1, 2, 3, 4), 1, "")
-    cache.check_integrity()
+    check_tree(cache)
     assert cache.match(tokens_of(1, 2, 3, 4, 5), "").next_announced
     assert not cache.match(tokens_of(1, 2, 3, 4), "").next_announced  # page 1 would leave no token to compute
     assert not cache.match(tokens_of(1, 2, 3, 5, 6), "").next_announced
@@ -148,8 +149,8 @@ def test_a_cache_that_is_off_finds_nothing_and_keeps_nothing():
     cache.withdraw(cache.announce(node, tokens, 0, ""))
     assert cache.insert(tokens, [7], "").duplicates == [7]
     cache.unlock(node)
-    cache.check_integrity()
-    assert (pages, next_announced, cache.evict(1), cache.num_cached, list(cache.pages())) == ([], False, 0, 0, [])
+    check_tree(cache)
+    assert (pages, next_announced, cache.evict(1), cache.num_cached, pages_of(cache)) == ([], False, 0, 0, [])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -168,7 +169,7 @@ def test_a_prompt_of_32k_tokens_takes_less_than_a_second(page_size):
         times.append(thread_time() - started)
         allocator.give_back(inserted.duplicates)
     assert min(times) < 0.4  # where the square of the length counts, minutes
-    cache.check_integrity()
+    check_tree(cache)
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -194,7 +195,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [(salt, tokens[:end].tobytes()) for end in range(self.page_size, len(tokens) + 1, self.page_size)]
 
     def forget_evicted(self):
-        cached = set(self.cache.pages())
+        cached = set(pages_of(self.cache))
         gone = {key for key, page in self.model.items() if page not in cached}
         assert not gone & {key for _, keys in self.locks for key in keys}, "a locked page was evicted"
         for key in gone:
@@ -249,8 +250,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_is_sound(self):
-        self.cache.check_integrity()
-        assert sorted(self.cache.pages()) == sorted(self.model.values())
+        check_tree(self.cache)
+        assert sorted(pages_of(self.cache)) == sorted(self.model.values())
         assert self.allocator.num_free + self.cache.num_cached == self.allocator.num_pages
         locked = {key for _, keys in self.locks for key in keys}
         assert self.cache.num_cached - self.cache.num_evictable == len(locked)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_allocator, check_tree
 from pairwise import examples
 
 from enginery.contracts.batch import STATE
@@ -70,7 +71,7 @@ def test_counted_owners_agree_with_plain_counts(data):
                 cached = not users[page] or (bool(shares[page]) and data.draw(st.booleans()))
                 allocator.give_back([page], cached=cached)
                 (shares if cached else users)[page] -= 1
-        allocator.check_integrity()
+        check_allocator(allocator)
         assert [allocator.users(page) for page in range(6)] == [users[page] for page in range(6)]
         assert allocator.num_cached == sum(shares[page] > 0 for page in range(6))
 
@@ -84,16 +85,16 @@ def test_a_match_goes_on_from_the_deepest_point_on_its_way():
     assert cache.match(array("i", [1, 2, 3, 4, 9]), "").point is first
     assert cache.match(array("i", [1, 2, 3, 4, 5, 6, 9]), "").point is second
     assert cache.match(array("i", [9, 9, 9]), "").point is None
-    cache.check_integrity()
+    check_tree(cache)
 
 
 def test_a_share_that_no_point_has_is_noticed():
     cache, allocator, states = cache_of()
     point, _ = point_at(cache, states, 2, insert(cache, allocator, 1, 2))
-    cache.check_integrity()
+    check_tree(cache)
     states.hold(point.pages[STATE], cached=True)
     with pytest.raises(AssertionError, match="shares in state pages are wrong"):
-        cache.check_integrity()
+        check_tree(cache)
 
 
 def test_a_page_of_a_point_that_there_is_not_is_noticed():
@@ -101,7 +102,7 @@ def test_a_page_of_a_point_that_there_is_not_is_noticed():
     point, _ = point_at(cache, states, 2, insert(cache, allocator, 1, 2))
     point.pages = {STATE: (*point.pages[STATE], 8)}
     with pytest.raises(AssertionError, match="shares in state pages are wrong"):
-        cache.check_integrity()
+        check_tree(cache)
 
 
 def test_pages_that_are_given_up_for_want_of_others_are_counted():
@@ -129,7 +130,7 @@ def test_a_split_leaves_the_point_below_and_trimming_drops_it():
     assert cache.match(array("i", [*tokens, 7]), "").point is point
     assert cache.match(array("i", [1, 2, 7]), "").point is None
     cache.evict(2)
-    cache.check_integrity()
+    check_tree(cache)
     assert point.is_dropped or cache.match(array("i", [*tokens, 7]), "").point is point
     cache.evict(99)
     assert point.is_dropped
@@ -152,7 +153,7 @@ def test_a_second_point_at_one_place_goes_and_makes_a_passing_one_last():
     assert taken
     assert second.is_dropped
     assert not first.passing
-    cache.check_integrity()
+    check_tree(cache)
 
 
 def test_ends_of_chunks_go_first_then_the_least_recently_used_and_a_hit_keeps_one_alone():

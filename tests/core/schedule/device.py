@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from integrity import check_scheduler
+
 from enginery.config.schema import ScheduleSettings
 from enginery.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from enginery.contracts.schedule import SchedulePolicySpec
@@ -219,7 +221,7 @@ def run_step(scheduler, device, token=1):
     step = scheduler.next_step()
     launched = device.launch(step, lambda: token)
     results = scheduler.complete(step, launched.sampled)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return step, results
 
 

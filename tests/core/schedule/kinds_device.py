@@ -5,6 +5,8 @@ Whoever reads what is not its own, or writes what somebody else may still read, 
 
 from collections import Counter
 
+from integrity import descendants, pages_of
+
 from enginery.config.schema import ScheduleSettings
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW
@@ -102,7 +104,7 @@ class KindsDevice:
         batch = lay_out(step.value, self.tables)
         full, window = batch.views[FULL], batch.views.get(WINDOW)
         row = 0
-        known, shared, drafts = [], {*self.cache.pages()}, drafts_of_items(step.value)
+        known, shared, drafts = [], {*pages_of(self.cache)}, drafts_of_items(step.value)
         right = {index: choose_right(len(guessed)) for index, guessed in drafts.items()}
         for index, item in enumerate(step.items):
             tokens = self.tokens.setdefault(item.request, list(item.request.token_ids))
@@ -192,7 +194,7 @@ class KindsDevice:
         """What can be resumed from holds what its prefix says."""
         if self.cache.points is None:
             return
-        for node in self.cache.root.descendants():
+        for node in descendants(self.cache.root):
             point = node.point
             if point is None or point.is_dropped:
                 continue

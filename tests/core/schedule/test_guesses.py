@@ -1,6 +1,7 @@
 """Guesses in a step: how many rows they may have, and whose pages."""
 
 import pytest
+from integrity import check_scheduler
 
 from enginery.schedule import planner
 
@@ -22,7 +23,7 @@ def run(scheduler):
     """A step, and how many guesses each of its requests has in it."""
     step = scheduler.next_step()
     scheduler.complete(step, Told((3,) if item.samples else () for item in step.items))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return step, step.value.columns().num_drafts.tolist()
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 from pairwise import EVERYTHING, examples
 
 from enginery.contracts.batch import FULL, STATE, WINDOW
@@ -137,7 +138,7 @@ class RandomKinds:
         self.scheduler.complete(step, sampled)
 
     def check(self):
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         if not self.launched:
             self.device.check_points()
             for request in self.scheduler.table.running:

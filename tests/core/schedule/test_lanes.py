@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 from pairwise import examples
 
 from enginery.contracts.batch import Phase
@@ -168,7 +169,7 @@ class RandomLanes:
         elif self.launched:
             self.complete()
         for lane in self.lanes:
-            lane.check_integrity()
+            check_scheduler(lane)
 
     def submit(self):
         name, pick = f"r{self.count}", self.random.choice

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 from pairwise import examples
 
 from enginery.contracts.request import FinishReason
@@ -171,7 +172,7 @@ class RandomUse:
         assert not (admitted and waiting) or max(admitted) < min(waiting), "somebody passed the head of the queue"
 
     def check(self):
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         allocator = self.table.kv.allocator
         for launched in self.launched:
             for item, slots in zip(launched.step.items, launched.writes, strict=True):

@@ -1,6 +1,7 @@
 """Which resume points requests leave behind, and which of them go first when memory is short."""
 
 import pytest
+from integrity import check_scheduler
 
 from .device import asked_of, settings_of
 from .kinds_device import KindsDevice, scheduler_of_kinds
@@ -38,7 +39,7 @@ class Turns:
             step = self.scheduler.next_step()
             self.num_prompt_steps += step.value.num_decode == 0
             self.scheduler.complete(step, self.device.launch(step, lambda: next(answer)))
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
             self.device.check_points()
         return list(request.token_ids), request.num_cached_tokens
 

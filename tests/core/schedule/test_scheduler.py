@@ -6,6 +6,7 @@ from itertools import groupby
 from time import thread_time
 
 import pytest
+from integrity import check_scheduler
 
 from enginery.contracts.request import FinishReason
 from enginery.contracts.schedule import SchedulePolicySpec
@@ -273,5 +274,5 @@ def test_decoding_requests_that_begin_with_the_same_pages_stand_side_by_side():
     assert len(order) == 9
     families_in_order = [name[0] for name in order]
     assert len(list(groupby(families_in_order))) == 3
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     finish(scheduler, device)

@@ -1,5 +1,7 @@
 """What the scheduler does with pages: shared, kept, evicted, taken from whoever is last, given back."""
 
+from integrity import check_scheduler
+
 from .device import asked_of, run_step, shape
 from .scheduler_runs import finish, running_of
 
@@ -119,7 +121,7 @@ def test_an_abort_gives_all_pages_back_at_every_stage():
         for _ in range(num_steps):
             run_step(scheduler, device)
         assert scheduler.abort("a")
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert not scheduler.abort("a")
         assert not scheduler.has_work
         assert scheduler.free_pages + scheduler.cached_pages == 64

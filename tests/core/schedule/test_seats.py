@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 
 from .device import EOS, FakeDevice, asked_of, run_step, scheduler_of
 
@@ -40,7 +41,7 @@ def test_an_aborted_request_leaves_its_slot():
     scheduler, device = started("a", "b", max_batch_requests=2)
     freed = slots_of(run_step(scheduler, device)[0])["a"]
     scheduler.abort("a")
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     scheduler.submit(asked_of("c", [5]))
     assert slots_of(run_step(scheduler, device)[0])["c"] == freed
 
@@ -91,7 +92,7 @@ def test_no_slot_is_lost_or_shared_however_requests_come_and_go(data):
                 slots_of(step)
                 if step.items:
                     scheduler.complete(step, device.launch(step, lambda: data.draw(st.sampled_from([1, EOS]))).sampled)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     while scheduler.has_work:
         run_step(scheduler, device)
     assert sorted(scheduler._kv.free_seats) == [0, 1, 2]
@@ -102,4 +103,4 @@ def test_two_requests_with_one_slot_are_found():
     step, _ = run_step(scheduler, device)
     step.items[0].request.kv.seat = step.items[1].request.kv.seat
     with pytest.raises(AssertionError, match="two requests own one state"):
-        scheduler.check_integrity()
+        check_scheduler(scheduler)

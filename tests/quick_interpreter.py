@@ -1,4 +1,4 @@
-"""Triton's interpreter with less work around each operation: the same numpy calls on the same values, in a third of the time.
+"""Triton's interpreter with less work around each operation: the same numbers, in a fraction of the time.
 
 An interpreted operation takes microseconds in numpy and a hundred in wrappers: types and shapes built anew, language modules looked
 through and patched for each call. Here types and shapes are kept, and what is patched already is not patched again. For tests, in
@@ -19,7 +19,10 @@ def install(interpreter: Any) -> None:
     _keep_shapes(core)
     _check_sizes_once(interpreter, core)
     _keep_types(interpreter, core)
+    _unwrap_tensors_at_once(core)
     _broadcast_only_what_differs(interpreter.TritonSemantic)
+    _pair_what_needs_no_promotion(interpreter.TritonSemantic, core)
+    _widen_by_a_shift(interpreter)
     _look_for_no_overflow(interpreter.interpreter_builder)
     _patch_once(interpreter)
 
@@ -105,6 +108,83 @@ def _broadcast_only_what_differs(semantic: Any) -> None:
         return broadcast(self, lhs, rhs)
 
     semantic.broadcast_impl_value = quick
+
+
+def _unwrap_tensors_at_once(core: Any) -> None:
+    """What is no constant is looked at by three questions otherwise, four times an operation."""
+    unwrap, tensor = core._unwrap_if_constexpr, core.tensor
+    core._unwrap_if_constexpr = lambda value: value if type(value) is tensor else unwrap(value)
+
+
+def _pair_what_needs_no_promotion(semantic: Any, core: Any) -> None:
+    """Operands of one type, a pointer and its offset, and a tensor with a small number: most of all operations.
+
+    A number's tensor is kept, and what is one number stays one beside a block: numpy broadcasts it where it is used.
+    """
+    check, tensor, pointer = semantic.binary_op_type_checking_impl, core.tensor, core.pointer_type
+    floats = (core.float32, core.float16, core.float64)
+    ints = (core.int32, core.int64)
+    constants = dict[tuple[float, str], Any]()
+
+    def constant(self: Any, value: float, beside: Any, pointers: bool) -> Any:
+        kind = type(value)
+        if kind is int and -(2**31) <= value < 2**31:
+            dtype = core.int32 if pointers and type(beside) is pointer else beside
+            known = dtype in floats or dtype in ints
+        else:
+            dtype, known = beside, kind is float and beside in floats
+        if not known:
+            return None
+        key = (value, dtype.name)
+        if key not in constants:
+            constants[key] = self.scalar_constant(value, dtype)
+        return constants[key]
+
+    def alike(lhs: Any, rhs: Any, left_pointer: bool, right_pointer: bool) -> bool:
+        left, right = lhs.dtype, rhs.dtype
+        if type(left) is pointer:
+            return left_pointer and right in ints
+        if type(right) is pointer:
+            return right_pointer and left in ints
+        return left is right
+
+    def quick(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if arithmetic_check and not div_or_mod:
+            left = right = None
+            if type(lhs) is tensor:
+                left, right = lhs, rhs if type(rhs) is tensor else constant(self, rhs, lhs.dtype, allow_lhs_ptr)
+            elif type(rhs) is tensor:
+                left, right = constant(self, lhs, rhs.dtype, allow_rhs_ptr), rhs
+            if left is not None and right is not None and alike(left, right, allow_lhs_ptr, allow_rhs_ptr):
+                blocks = left.type.is_block(), right.type.is_block()
+                if blocks == (True, False):
+                    return left, tensor(right.handle, left.type.with_element_ty(right.dtype))
+                if blocks == (False, True):
+                    return tensor(left.handle, right.type.with_element_ty(left.dtype)), right
+                return self.broadcast_impl_value(left, right)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    semantic.binary_op_type_checking_impl = quick
+
+
+def _widen_by_a_shift(interpreter: Any) -> None:
+    """bfloat16 to float32: its bits are the upper half. The way back stays Triton's."""
+    convert, numpy = interpreter._convert_float, interpreter.np
+
+    def quick(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.name == "bf16" and target.name == "fp32":
+            return values.astype(numpy.uint32) << numpy.uint32(16)
+        return convert(values, source, target, rounding)
+
+    interpreter._convert_float = quick
 
 
 def _look_for_no_overflow(builder: Any) -> None:

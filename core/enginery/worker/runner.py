@@ -291,7 +291,7 @@ class Runner:
         draws = self._draws(step, sampling)
         graphs, tables = self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
-            found = graphs.drafts(step, forwarded, features, tokens=tokens, accepted=accepted, draws=draws, tables=tables)
+            found = graphs.drafts(step, forwarded, features, tokens=tokens, draws=draws, tables=tables)
         else:
             batch, told = forwarded.unpadded(step.num_items), tokens.clamp(min=0)
             features = features[: batch.num_tokens]

@@ -86,17 +86,15 @@ class DraftGraphs:
         features: torch.Tensor,
         *,
         tokens: torch.Tensor,
-        accepted: torch.Tensor | None,
         draws: GuessDraws,
         tables: PageTables,
     ) -> torch.Tensor:
-        """As `DraftModel.drafts`, of a step that the target ran as a graph."""
+        """As `DraftModel.drafts`, of a step that the target ran as a graph, which has how many of its drafts are right."""
         count, model, captured = len(step.sampling), self._model, forwarded.captured
         assert captured is not None, "the target ran a graph"
         assert forwarded.padded is not None, "and tells for what"
-        for there, values in ((captured.best, tokens), (captured.accepted, accepted)):
-            if there is not None and values is not None and values.data_ptr() != there.data_ptr():  # not chosen within its graph
-                there[: len(values)].copy_(values)
+        if tokens.data_ptr() != captured.best.data_ptr():  # not chosen within its graph
+            captured.best[: len(tokens)].copy_(tokens)
         self._follow(captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
         num_steps = step.draft_len - model.takes_features

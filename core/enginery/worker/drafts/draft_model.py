@@ -290,7 +290,7 @@ def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: 
     """The pages of each request, and behind its last one those of its seat: [S, num_columns] int32. most: guesses a step."""
     scratch, count = tables.full.scratch_page, pages_behind(most, tables.page_size)
     held = tables.full.of(seats, num_columns)
-    item, column = (held == scratch).nonzero()
+    item, column = (held == scratch).nonzero()  # behind what is held
     behind = column - num_columns + np.bincount(item, minlength=len(seats))[item]
     held[item, column] = scratch + 1 + seats[item] * count + np.minimum(behind, count - 1)
     return held

@@ -78,15 +78,18 @@ class CapturedStep:
     moved: torch.Tensor | None = None
 
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
-        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
+        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device.
+        What a draft model does as a graph reads `accepted` too.
+        """
         assert self.accepted is not None, "the step verifies drafts"
-        if self.moving is None:
+        if self.moving is None and not self.followed:
             return
         if right.data_ptr() != self.accepted.data_ptr():
             self.accepted[: len(right)].copy_(right)
         if self.standing is not None and path is not None and path.data_ptr() != self.standing.path.data_ptr():
             self.standing.path[: len(path)].copy_(path)
-        self.moving.replay()
+        if self.moving is not None:
+            self.moving.replay()
 
 
 def captured_moving(

@@ -21,7 +21,7 @@ from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import begins_of, places_within
+from enginery.worker.layout import begins_of, grown, places_within
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
 
@@ -44,7 +44,7 @@ class LaneRows:
         items = step.lanes[self.lane].columns()
         ends, counts = np.cumsum(items.num_tokens), items.num_logits
         rows = (ends - counts).repeat(counts) + places_within(counts)
-        return torch.from_numpy(np.pad(rows.astype(np.int64), (0, _most_logits(step) - len(rows))))
+        return torch.from_numpy(grown(rows.astype(np.int64), _most_logits(step), fill=0))
 
     def sampled(self, step: StepInput, own: torch.Tensor, planned_s: float) -> Forwarded:
         """[N, C] of each lane, brought together: what is sampled from of all."""

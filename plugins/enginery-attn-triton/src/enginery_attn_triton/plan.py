@@ -118,7 +118,7 @@ def _host_ints(size: int, device: torch.device) -> torch.Tensor:
 
 def used_pages(batch: ForwardBatch, *, page_size: int) -> Ints:
     """The columns of the page table that are read: [B, P]."""
-    longest = max(batch.kv_lens_cpu.tolist(), default=0)
+    longest = int(batch.kv_lens_cpu.numpy().max()) if batch.num_requests else 0
     table: Ints = batch.page_table_cpu.numpy()[:, : -(-longest // page_size)]
     return table
 

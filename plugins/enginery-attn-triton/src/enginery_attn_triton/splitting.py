@@ -281,7 +281,7 @@ class RecentCut:
         if not self.is_reusable or len(kv_lens) != len(self.kv_lens) or shared != self.shared:
             return False
         more = kv_lens - self.kv_lens
-        if int(more.view(np.uint32).max(initial=0)) > RECUT_KEYS:  # what is negative is a large one
+        if int(more.min(initial=0)) < 0 or int(more.max(initial=0)) > RECUT_KEYS:
             return False
         items = self.cutting.items
         items[:, 1], items[self.last, 3] = self.request * columns, kv_lens[self.last_request] - self.behind

@@ -156,9 +156,8 @@ class Drafting:
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
         followed = {request.request_id for request in requests if self._is_host or _is_followed(request)}
-        for output in outputs:
-            if output.num_drafted and output.request_id in followed:
-                self.lengths.told(min(output.num_drafted, self._depth), output.num_accepted)
+        verified = (output for output in outputs if output.num_drafted and output.request_id in followed)
+        self.lengths.told((min(output.num_drafted, self._depth), output.num_accepted) for output in verified)
 
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""

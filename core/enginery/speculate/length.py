@@ -6,10 +6,10 @@ now and then others are tried for a few steps, none, longer ones in turn and the
 a twelfth more, a shorter one if it gives a fiftieth. None, as plain steps overlap, and so five guesses may pay where one does not.
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
-trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock: what is captured for
-one is lost too. A longer length that was never tried is taken to lose as much time as it takes. Guesses that become seldom right
-are given up without a trial. Where they are so seldom right that they would not pay if they cost nothing, other loads begin without
-them, and a trial only sees whether that has changed, and is seldomer.
+trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock, and a tenth of what
+guesses won lately: what is captured for one is lost too. A longer length that was never tried is taken to lose as much time as it
+takes. Guesses that become seldom right are given up without a trial. Where they are so seldom right that they would not pay if they
+cost nothing, other loads begin without them, and a trial only sees whether that has changed, and is seldomer.
 
 A drafter of the host finds guesses for some requests, in some steps, and all requests get as many rows. So what pays is found anew
 for each step (`paying`): guesses are verified if what they tell on average takes less time than without. A load that begins with
@@ -25,7 +25,8 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,17 +37,21 @@ HOST_LENGTHS: Final = (0, 1, 3, 7)  # a guess of the host costs a row alone, and
 # Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
 FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
+_FEWEST_TO_JUDGE: Final = 3  # steps of a length: graphs may be captured in its first
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
 _STEPS_WITHOUT_HOPE: Final = 512
 _STEPS_OF_A_TRIAL: Final = 2
 _STEPS_AROUND_IT: Final = 3  # that verify what steps of another length made, or wait for what is captured
 _MOST_LOST: Final = 0.01
+_OF_GAINS: Final = 0.1
+_MOST_SAVED: Final = 16  # steps
 _GAIN_OF_MORE: Final = 1.08
 _GAIN_OF_FEWER: Final = 1.02
 _WEIGHT_OF_A_TIME: Final = 0.2
 _LONGEST_TIME: Final = 1.25  # times what was measured: more is something else, as a graph that is captured
 _WEIGHT_OF_A_GUESS: Final = 0.02  # at least; the first ones have more
+_WEIGHT_OF_A_STEP: Final = 0.25  # at most
 _GUESSES_AT_FIRST: Final = 4  # that the share below is worth
 _ACCEPTED_AT_FIRST: Final = 0.7
 
@@ -59,7 +64,9 @@ def told_on_average(rates: Sequence[float]) -> float:
 @dataclass
 class _Load:
     """What is known of a number of requests, up to the next power of two. lengths: those there may be. seconds: of a step, by
-    length. gap_s: by how much a plain step takes longer behind one that was verified. around: steps of the last trial to come."""
+    length. gap_s: by how much a plain step takes longer behind one that was verified. around: steps of the last trial to come.
+    last: how many the last step verified and its seconds, if it is of no trial. lost_s: by trials; below 0 they may lose as much.
+    """
 
     lengths: list[int]
     length: int
@@ -68,21 +75,32 @@ class _Load:
     trial: int | None = None
     steps: int = 0
     around: int = 0
+    last: tuple[int, float] | None = None
     patience: int = _BEFORE_THE_FIRST_TRIAL
     turn: int = 0
     spent_s: float = 0.0
     lost_s: float = 0.0
 
     def note(self, length: int, seconds: float) -> None:
-        """What a step of that length took. One slow step says little, and less than half of what was measured says it was wrong."""
+        """What a step of that length took. One slow step says little, and less than half of what was measured says it was wrong.
+        What the first of a length took is no measure: graphs were captured. inf stands for it."""
         was = self.seconds.get(length)
         if was is None or 2 * seconds < was:
             self.seconds[length] = seconds
         else:
             self.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
 
+    def took(self, length: int, seconds: float) -> None:
+        """As `DraftLength.took`. Where the length that is taken becomes slower or faster, the machine or the contexts are to blame:
+        others, measured some time ago, are by now as well."""
+        was = self.seconds.get(length, math.inf)
+        self.note(length, seconds if length in self.seconds else math.inf)
+        if length == self.length and was < math.inf:
+            ratio = self.seconds[length] / was
+            self.seconds.update({other: ratio * each for other, each in self.seconds.items() if other != length})
+
     def verified(self, length: int, seconds: float, *, late: bool) -> None:
-        """As `DraftLength.verified`. What the first of a length took is no measure: graphs were captured."""
+        """As `DraftLength.verified`. Plain steps that began late say what they take longer for that."""
         if length:
             self.note(length, seconds if length in self.seconds else math.inf)
         elif not late:
@@ -150,12 +168,18 @@ class DraftLength:
         lengths, more = load.lengths, [(self.told_each_step(length) - 1) / num_requests for length in range(room + 1)]
         return load.paying({each: 1 + sum(more[min(count, each)] for count in counts) for each in lengths if 0 < each <= room})
 
-    def told(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of one request's guesses."""
-        for place in range(min(num_accepted + 1, num_drafted, len(self._accepted))):
-            was, self._num_guesses[place] = self._accepted[place], self._num_guesses[place] + 1
-            weight = max(_WEIGHT_OF_A_GUESS, 1 / self._num_guesses[place])
-            self._accepted[place] = was + weight * ((place < num_accepted) - was)
+    def told(self, outcomes: Iterable[tuple[int, int]]) -> None:
+        """What became of one step's guesses: of each request how many were verified, and how many were right. Requests that begin
+        together may be alike, so that one step says no more than so much, however many they are."""
+        counted = Counter(outcomes)
+        for place, was in enumerate(self._accepted):
+            tried = sum(times for (drafted, accepted), times in counted.items() if place < drafted and place <= accepted)
+            if not tried:
+                return
+            right = sum(times for (_, accepted), times in counted.items() if place < accepted)
+            self._num_guesses[place] += tried
+            weight = min(_WEIGHT_OF_A_STEP, max(_WEIGHT_OF_A_GUESS * tried, tried / self._num_guesses[place]))
+            self._accepted[place] = was + weight * (right / tried - was)
 
     def verified(self, num_requests: int, length: int, seconds: float, *, told: float, late: bool) -> None:
         """A step of so many requests that verified `length` guesses of some, and told so many tokens of each on average.
@@ -169,27 +193,40 @@ class DraftLength:
         load.verified(length, seconds, late=late)
 
     def passed(self, num_requests: int, verified: int, made: int, seconds: float) -> None:
-        """Any step of so many requests: if it belongs to a trial, what it took longer than its tokens usually do is lost."""
+        """Any step of so many requests. What those of a trial take longer than their tokens usually do is lost, and what the one
+        before it does, as what the trial's first step runs may be captured meanwhile."""
         load = self._loads.get((num_requests - 1).bit_length())
-        if load is not None and (load.around or (load.trial is not None and {verified, made} & {load.trial, load.length})):
-            usual_s = load.seconds[load.length] * self.told_each_step(verified) / self.told_each_step(load.length)
-            load.lost_s, load.around = max(0.0, load.lost_s + seconds - usual_s), max(0, load.around - 1)
+        if load is None:
+            return
+        before, load.last = load.last, (verified, seconds)
+        if load.around or (load.trial is not None and load.trial in (verified, made)):
+            usual_s = load.seconds[load.length] / self.told_each_step(load.length)
+            for length, each_s in (before, load.last) if before else (load.last,):
+                load.lost_s = max(min(0.0, load.lost_s), load.lost_s + each_s - usual_s * self.told_each_step(length))
+            load.around, load.last = max(0, load.around - 1), None
 
     def took(self, num_requests: int, length: int, seconds: float) -> None:
         """A step of so many requests that verified `length` guesses each and made as many."""
         if self.fixed is not None:
             return
         load = self._loads.setdefault((num_requests - 1).bit_length(), self._load(num_requests))
-        load.note(length, seconds)
+        load.took(length, seconds)
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
         if load.trial is None:
-            if load.length and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
-                load.length = 0  # guesses are seldomer right than they were
+            if load.length and {0, load.length} <= load.seconds.keys():
+                self._beside_none(load, seconds)
             if load.steps >= load.patience:
                 self._begin_trial(load)
         elif load.steps >= _STEPS_OF_A_TRIAL:
             self._end_trial(load)
+
+    def _beside_none(self, load: _Load, seconds: float) -> None:
+        """What a step won, trials may lose some of. Without a trial guesses are given up that are seldomer right than they were."""
+        if (won_s := load.seconds[0] * self.told_each_step(load.length) - seconds) > 0:
+            load.lost_s = max(-_MOST_SAVED * load.seconds[load.length], load.lost_s - _OF_GAINS * won_s)
+        if load.steps >= _FEWEST_TO_JUDGE and self._gains(load, 0):
+            load.length = 0
 
     def told_each_step(self, length: int) -> float:
         """Tokens that a verification of `length` guesses tells on average."""

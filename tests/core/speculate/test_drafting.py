@@ -113,7 +113,7 @@ def test_no_trial_begins_with_many_tokens_of_prompts() -> None:
     drafting = Drafting(MadeDrafts(), offer_of(Noting()), length=length, vocab_size=50)
     assert drafting.length(fresh, 64, 8192) == 1
     for _ in range(40):
-        length.told(1, 0)
+        length.told([(1, 0)])
     while not (length.found(64) == 0 and length.of(64)):
         length.took(64, length.of(64), 1.0 + length.of(64))
     assert (drafting.length(fresh, 64, 512), drafting.length(fresh, 64, 8192)) == (1, 0)

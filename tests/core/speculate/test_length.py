@@ -22,7 +22,7 @@ def lengths_over(
         taken.append(now)
         for _ in range(min(num_requests, 4)):
             right = next((place for place in range(now) if draw.random() > chances[place]), now)
-            length.told(now, right)
+            length.told([(now, right)])
         length.took(num_requests, now, seconds(now) * draw.uniform(0.97, 1.03))
     return taken
 
@@ -61,7 +61,7 @@ def rate_of(length: DraftLength, seconds: Callable[[int], float], *, chance: flo
         step_s = seconds(now) * draw.uniform(0.9, 1.1)
         for _ in range(num_requests):
             right = next((place for place in range(now) if draw.random() > chance), now)
-            length.told(now, right)
+            length.told([(now, right)])
             told += 1 + right
         length.took(num_requests, now, step_s)
         spent_s += step_s
@@ -109,7 +109,7 @@ def test_other_loads_begin_with_guesses_unless_they_were_seldom_right(num_right:
     assert length.of(20) == 3
     assert length.found(128) == 1, "as far as is known; in idle moments that is asked of every load"
     for _ in range(60):
-        length.told(3, num_right)
+        length.told([(3, num_right)])
     assert length.of(128) == begins
 
 
@@ -139,7 +139,7 @@ def test_a_slow_step_before_a_trial_decides_nothing() -> None:
             length.took(16, before, 80.0)
             continue
         for _ in range(16 * (now > 0)):
-            length.told(now, 0)
+            length.told([(now, 0)])
         length.took(16, now, 1 + 0.4 * (now > 0))
     assert taken.count(0) > 0.98 * len(taken)
     assert set(taken) > {0}
@@ -154,7 +154,7 @@ def test_a_trial_waits_for_steps_of_its_length() -> None:
         length.took(16, 0, 1.0)
     assert length.of(16) == tried
     for _ in range(2):
-        length.told(tried, 0)
+        length.told([(tried, 0)])
         length.took(16, tried, 1.4)
     assert length.of(16) == 0
 
@@ -209,7 +209,7 @@ def found_length(seconds: dict[int, float], *, num_requests: int, right: int, mo
     """Of a drafter of the host: so many guesses were right each time, and what steps take has been measured, for a while."""
     length = DraftLength(7, device="cuda", most_rows=most_rows, lengths=HOST_LENGTHS)
     for _ in range(400):
-        length.told(7, right)
+        length.told([(7, right)])
     for _ in range(3):
         for each, takes_s in sorted(seconds.items()):
             length.verified(num_requests, each, takes_s, told=takes_s / seconds[0], late=False)
@@ -250,7 +250,7 @@ def rate_of_found(
         tokens = num_requests
         for _ in counts if now else ():
             right = next((place for place in range(now) if draw.random() > chance), now)
-            length.told(now, right)
+            length.told([(now, right)])
             tokens += right
         length.verified(num_requests, now, took_s, told=tokens / num_requests, late=before > 0)
         before, spent_s, told = now, spent_s + took_s, told + tokens / num_requests
@@ -295,7 +295,7 @@ def losing_trials(capture_s: float, *, steps: int = 4000) -> list[int]:
         is_steady = verified == made == (taken[-1] if taken else 0)
         captured.add((verified, made))
         for _ in range(verified):
-            length.told(verified, verified // 2)
+            length.told([(verified, verified // 2)])
         length.passed(16, verified, made, took_s)
         if is_steady:
             length.took(16, made, took_s)
@@ -313,7 +313,7 @@ def test_what_is_captured_for_a_trial_is_lost_by_it() -> None:
 def test_tokens_of_a_verification() -> None:
     length = DraftLength(7)
     for _ in range(2000):
-        length.told(3, 1)  # the first is always right, the second never
+        length.told([(3, 1)])  # the first is always right, the second never
     assert length.told_each_step(0) == 1
     assert length.told_each_step(1) == pytest.approx(2, abs=0.01)
     assert length.told_each_step(3) == pytest.approx(2, abs=0.01)
@@ -324,3 +324,76 @@ def test_of_a_fixed_number_those_are_guessed_that_have_rows_and_one_to_keep_trac
     told = [[length.of(count) for count in (0, 1, 12, 16, 32, 64)] for length in lengths]
     assert told == [[4, 4, 4, 3, 1, 1], [4, 4, 2, 1, 1, 1]]
     assert DraftLength(0, fixed=0, most_rows=64).of(1) == 0
+
+
+@pytest.mark.parametrize("slow", [2.0, 3.0])
+def test_a_machine_that_is_slow_for_a_while_does_not_make_guesses_look_bad(slow: float) -> None:
+    """Every step takes longer for 60 steps, so long after a trial of none that nothing else is known than what that took."""
+    length, draw, taken = DraftLength(7, device="cuda"), random.Random(1), []
+    for step in range(4000):
+        now = length.of(32)
+        for _ in range(8):
+            length.told([(now, next((place for place in range(now) if draw.random() > 0.75), now))])
+        length.took(32, now, (2.1 if now else 1.0) * (slow if step % 400 > 340 else 1.0) * draw.uniform(0.97, 1.03))
+        taken.append(now)
+    assert sum(now > 0 for now in taken) > 0.95 * len(taken)
+
+
+def test_the_first_step_of_a_load_may_take_long() -> None:
+    """As where its graph is captured: by what none take, known of a time before, guesses would be given up."""
+    length = DraftLength(7, device="cuda")
+    length.took(4, 0, 0.6)
+    length.took(4, 3, 23.0)
+    assert length.found(4) == 3
+    for _ in range(3):
+        length.told([(3, 3)])
+        length.took(4, 3, 1.5)
+    assert length.found(4) == 3
+
+
+def steps_until_a_trial(length: DraftLength, *, waiting_s: list[float]) -> int:
+    """Of 16 requests that decode plainly, from the end of a trial on, which began after plain steps of so many seconds."""
+    while not (tried := length.of(16)):
+        length.passed(16, 0, 0, 1.0)
+        length.took(16, 0, 1.0)
+    for seconds in [*waiting_s, 1.0]:
+        length.passed(16, 0, 0, seconds)
+    for verified, made in [(0, tried), (tried, tried), (tried, tried), (tried, 0), (0, 0), (0, 0)]:
+        length.passed(16, verified, made, 3.0)
+        if verified == made == tried:
+            length.took(16, tried, 3.0)
+    steps = 0
+    while not length.of(16):
+        length.passed(16, 0, 0, 1.0)
+        length.took(16, 0, 1.0)
+        steps += 1
+    return steps
+
+
+def test_a_trial_that_waits_loses_nothing() -> None:
+    """Until there are requests that the draft model follows, steps are plain ones, and some of them slow."""
+    assert steps_until_a_trial(DraftLength(7), waiting_s=[5.0] * 50) == steps_until_a_trial(DraftLength(7), waiting_s=[])
+
+
+def test_what_guesses_win_pays_for_trials() -> None:
+    """Where plain decoding is far slower, a longer length is tried soon, though what was captured took thirty steps."""
+    length, steps = DraftLength(7, device="cuda"), 0
+    while length.found(32) == 3:
+        now = length.of(32)
+        length.passed(32, now, now, 15.0 if steps in (6, 8) else 2.1 if now else 1.0)
+        length.told([(now, now)])
+        length.took(32, now, 2.1 if now else 1.0)
+        steps += 1
+    assert steps < 300
+
+
+def test_one_step_of_many_requests_that_are_alike_says_no_more_than_a_step() -> None:
+    """128 requests begin together, with the same first tokens: their guesses are wrong together, as long as that lasts."""
+    length = DraftLength(7)
+    for _ in range(50):
+        length.told([(3, 3)] * 128)
+    length.told([(3, 0)] * 128)
+    assert length.told_each_step(3) > 3
+    for _ in range(9):
+        length.told([(3, 0)] * 128)
+    assert length.told_each_step(3) < 1.2

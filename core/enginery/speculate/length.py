@@ -99,6 +99,11 @@ class _Load:
             ratio = self.seconds[length] / was
             self.seconds.update({other: ratio * each for other, each in self.seconds.items() if other != length})
 
+    def won(self, told: float, seconds: float) -> None:
+        """What a step that told so many tokens of a request took less than plain ones do: trials may lose some of it."""
+        if self.length and {0, self.length} <= self.seconds.keys() and (won_s := told * self.seconds[0] - seconds) > 0:
+            self.lost_s = max(-_MOST_SAVED * self.seconds[self.length], self.lost_s - _OF_GAINS * won_s)
+
     def verified(self, length: int, seconds: float, *, late: bool) -> None:
         """As `DraftLength.verified`. Plain steps that began late say what they take longer for that."""
         if length:
@@ -214,19 +219,13 @@ class DraftLength:
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
         if load.trial is None:
-            if load.length and {0, load.length} <= load.seconds.keys():
-                self._beside_none(load, seconds)
+            load.won(self.told_each_step(load.length), seconds)
+            if load.length and load.steps >= _FEWEST_TO_JUDGE and 0 in load.seconds and self._gains(load, 0):
+                load.length = 0  # guesses are seldomer right than they were
             if load.steps >= load.patience:
                 self._begin_trial(load)
         elif load.steps >= _STEPS_OF_A_TRIAL:
             self._end_trial(load)
-
-    def _beside_none(self, load: _Load, seconds: float) -> None:
-        """What a step won, trials may lose some of. Without a trial guesses are given up that are seldomer right than they were."""
-        if (won_s := load.seconds[0] * self.told_each_step(load.length) - seconds) > 0:
-            load.lost_s = max(-_MOST_SAVED * load.seconds[load.length], load.lost_s - _OF_GAINS * won_s)
-        if load.steps >= _FEWEST_TO_JUDGE and self._gains(load, 0):
-            load.length = 0
 
     def told_each_step(self, length: int) -> float:
         """Tokens that a verification of `length` guesses tells on average."""

@@ -26,7 +26,7 @@ from enginery.bench.offline import free_memory, run_workload
 from enginery.bench.workloads import Workload, find_workload, shapes
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
-from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.ranks.collectives import HeadColumns
 from enginery.worker.ranks.gloo import Group, Standing, open_store
 from enginery.worker.ranks.nccl import DeviceGroup

@@ -22,7 +22,8 @@ from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts import parts
-from enginery.worker.paths.decode_graphs import CudaCapture, Replayable
+from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.cuda_capture import CudaCapture
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}

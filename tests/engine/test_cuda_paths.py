@@ -339,7 +339,7 @@ def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(engine, "step", stepping)
         first, relay = serve(engine, requests), engine._runner.relay
-        assert relay is engine._runner.graphs.relay
+        assert relay is engine._runner.graphs.steps.parts.relay
         assert not changeover.is_ready, "it was changed over"
         while engine.prepare():
             pass

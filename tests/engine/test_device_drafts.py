@@ -32,7 +32,8 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.captured_step import takes_graphs
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Starts
+from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
+from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.runner import Captured
@@ -94,14 +95,18 @@ def captured(
             state=state,
             siblings=parts.choice.draft_siblings,
         )
-    logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
     has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
-    starts = Starts(0 if has_others or drafts is None else found_starts, parts.choice.settings.max_model_len)
-    buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, starts=starts)
-    graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
+    speculation = Speculation(
+        hidden=torch.empty(MOST_ROWS, facts.hidden_size),
+        siblings=parts.choice.draft_siblings,
+        most_starts=0 if has_others or drafts is None else found_starts,
+        most_positions=parts.choice.settings.max_model_len,
+    )
+    head = LogitsHead(parts.step, MOST_ROWS)
+    graphs = DecodeGraphs.build(DecodeCapture(parts.step, MOST_ROWS, head=head, record=capture, speculation=speculation))
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    while drafts is not None and drafts.prepare(graphs, lambda _: parts.choice.draft_length):
+    while drafts is not None and drafts.prepare(graphs.captured.values(), lambda _: parts.choice.draft_length):
         pass
     return Engine(dataclasses.replace(parts, captured=Captured(graphs, drafts=drafts)), registry, asked, **named), capture, drafts
 

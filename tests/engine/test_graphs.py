@@ -15,13 +15,13 @@ from pairwise import in_turn
 from parity.engine_driver import assert_greedy, generate, greedy, options
 from parity.oracle import Oracle
 
-from enginery.attention.relay import BackendRelay
 from enginery.config.schema import EngineOptions
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.captured_step import Replayable
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, graph_sizes
+from enginery.worker.paths.decode_capture import DecodeCapture
+from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead, graph_sizes
 from enginery.worker.paths.running_step import NAN_ERROR
 
 MAX_REQUESTS = 6
@@ -75,8 +75,8 @@ def with_graphs(
     assert create is not composed.create_attn_backend
     parts: BuiltParts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
     capture = AgainAndAgain()
-    logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
-    graphs = DecodeGraphs.build(parts.step, GraphBuffers(logits), capture=capture)
+    head = LogitsHead(parts.step, MAX_REQUESTS)
+    graphs = DecodeGraphs.build(DecodeCapture(parts.step, MAX_REQUESTS, head=head, record=capture))
     assert graphs is not None
     return Engine(dataclasses.replace(parts, captured=parts.captured._replace(graphs=graphs)), registry, asked), capture
 
@@ -122,10 +122,9 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
     llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = build_parts(options(llama, attention_backend="torch"), registry)
-    relay: BackendRelay = parts.step.relay
+    steps = DecodeCapture(parts.step, 4, head=LogitsHead(parts.step, 4), record=AgainAndAgain())
     with caplog.at_level("INFO"):
-        buffers = GraphBuffers(torch.empty(4, 256))
-        graphs = DecodeGraphs.build(parts.step._replace(relay=relay), buffers, capture=AgainAndAgain())
+        graphs = DecodeGraphs.build(steps)
     assert graphs is None
     assert re.search(r"decoding runs eagerly: target/0/softmax/torch#\d+ has no init_graph_state", caplog.text)
 

@@ -26,8 +26,12 @@ from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.capture import _prepare
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers, Replayable
+from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.cuda_capture import CudaCapture
+from enginery.worker.paths.decode_capture import DecodeCapture
+from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.path import ColumnsHead
 
 MOST = 6
 ASKED: dict[str, dict[str, object]] = {
@@ -56,8 +60,9 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture: Callable[[Callable[[], None]], Replayable] = Again
-    width = parts.step.model.width if isinstance(parts.step.model, JoinedHead) else parts.choice.facts.vocab_size
-    graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
+    step, joined = parts.step, parts.step.model
+    head = ColumnsHead(step, joined, MOST) if isinstance(joined, JoinedHead) else LogitsHead(step, MOST)
+    graphs = DecodeGraphs.build(DecodeCapture(step, MOST, head=head, record=capture))
     assert graphs is not None
     _prepare(graphs, None, parts.choice)
     assert not graphs.waiting(), "nothing is left for idle moments, in which other ranks would not take part"

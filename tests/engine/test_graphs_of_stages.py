@@ -21,7 +21,8 @@ from engine.test_cuda_paths import FEW, every_kind, on_cuda, options, told_of
 from enginery.engine.engine import Engine
 from enginery.errors import Unsupported
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import CudaCapture, Replayable
+from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.ranks.stages import LinkedStage, StageGraph
 
 TWO, FOUR = {"pp": 2}, {"tp": 2, "pp": 2}

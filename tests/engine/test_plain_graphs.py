@@ -38,7 +38,7 @@ def test_hidden_states_are_kept_for_steps_that_are_followed(wanted: list[int], r
     asked = embedded(drafter="eagle", draft_length="auto", attention_backend="torch", num_pages=120, max_batch_requests=16)
     engine, capture, _ = captured(asked, registry)
     assert engine._runner.graphs is not None
-    hidden = engine._runner.graphs.buffers.hidden
+    hidden = engine._runner.graphs.steps.speculation.hidden
     assert hidden is not None
     hidden.fill_(torch.nan)
     assert_told(answers_of(engine, requests), expected)

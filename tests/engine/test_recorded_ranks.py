@@ -12,7 +12,7 @@ from pairwise import EVERYTHING
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.ranks.path import RecordedForwards
+from enginery.worker.paths.recorded_steps import RecordedSteps
 
 compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels
 pytestmark = pytest.mark.skipif(compiled is None, reason="its compiled part was not built")
@@ -30,7 +30,8 @@ def alone(registry: Registry) -> dict[str, Told]:
 
 
 def recorded(engine: Engine) -> list[int]:
-    assert isinstance(engine._runner.graphs, RecordedForwards)
+    assert isinstance(engine._runner.graphs, RecordedSteps)
+    assert engine._runner.graphs.steps.head is None
     return sorted(key.size for key in engine._runner.graphs.captured)
 
 
@@ -60,7 +61,7 @@ def test_a_rank_that_cannot_record_runs_the_same_steps_eagerly(
 ) -> None:
     """The others go on with theirs: exchanges are of as many rows. Five are padded to six."""
     with running(options(page_size=4, num_pages=128, **MESHES[mesh]), registry, kept) as engine:
-        monkeypatch.setattr(RecordedForwards, "ready", lambda self, step: False)
+        monkeypatch.setattr(RecordedSteps, "ready", lambda self, step: False)
         assert_equal(serve(engine, REQUESTS), alone)
         assert engine.meter.stats().num_graph_steps == 0
 

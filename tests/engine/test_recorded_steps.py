@@ -25,7 +25,8 @@ from enginery.engine.engine import Engine
 from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.speculate.length import DraftLength
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
 from enginery.worker.paths.running_step import NAN_ERROR
 
@@ -223,14 +224,14 @@ def test_a_size_that_is_refused_takes_no_other_with_it(
     llama: Oracle, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two requests are padded to three then. What is refused twice for one reason is the model's matter: no size is left."""
-    capture, why = DecodeGraphs.capture, iter(["one reason", "another", "another"])
+    capture, why = DecodeCapture.capture, iter(["one reason", "another", "another"])
 
-    def refusing(self: DecodeGraphs, key: GraphKey) -> None:
+    def refusing(self: DecodeCapture, key: GraphKey) -> CapturedStep:
         if key.size in (2, 4, 6):
             raise Unsupported(next(why))
-        capture(self, key)
+        return capture(self, key)
 
-    monkeypatch.setattr(DecodeGraphs, "capture", refusing)
+    monkeypatch.setattr(DecodeCapture, "capture", refusing)
     engine = Engine.build(options(llama, max_batch_requests=8), registry)
     assert_greedy(llama, generate(engine, llama.prompts[:2]), llama.prompts[:2])
     assert engine._runner.graphs.sizes == (1, 3, 4, 6, 8)
@@ -262,7 +263,6 @@ def test_recordings_take_no_more_memory_than_is_planned_for_them(llama: Oracle, 
     for step in engine._runner.graphs.captured.values():
         for _, _, result in step.graph.kept:
             count(result)
-    count([engine._runner.graphs.buffers.logits])
     assert 0 < sum(storages.values()) <= planned
 
 
@@ -322,7 +322,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
 
 def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(llama), registry)
-    engine._runner.graphs.capture(GraphKey(6, 1, followed=False))
+    engine._runner.graphs.provide(GraphKey(6, 1, followed=False))
     (step,), relay = engine._runner.graphs.captured.values(), engine._runner.relay
     relay.refresh(step.batch.plan, step.batch)
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)

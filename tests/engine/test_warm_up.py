@@ -24,7 +24,8 @@ from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.build import BuiltParts, Place, build_parts, run_once
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.ranks.gloo import LOOPBACK, Standing
 from enginery.worker.ranks.groups import RankGroups
 from enginery.worker.warm_up import dummy_batch, warm_up
@@ -171,9 +172,9 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
             parts.step.ops.greedy(values)
             parts.step.ops.sample_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
         assert not launches.variants - known, (batch.phase, batch.q_lens_cpu, batch.kv_lens_cpu)
-    buffers = GraphBuffers(torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16))
-    graphs = DecodeGraphs.build(parts.step, buffers, capture=AgainAndAgain())
+    steps = DecodeCapture(parts.step, most, head=LogitsHead(parts.step, most), record=AgainAndAgain())
+    graphs = DecodeGraphs.build(steps)
     assert graphs is not None
     for size in graphs.sizes:
-        graphs.capture(GraphKey(size, 1, followed=False))
+        graphs.provide(GraphKey(size, 1, followed=False))
     assert not launches.variants - known

@@ -36,6 +36,7 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.testing.readback import no_reads
+from enginery.worker.paths.decode_graphs import LogitsHead
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 
@@ -226,12 +227,14 @@ def test_bfloat16_stays_close_through_graphs_and_chunks(
     engine.submit(greedy("a", prompt, max_tokens=24))
     tokens, errors, graphs = list[int](), list[float](), engine._runner.graphs
     assert graphs is not None
+    head = graphs.steps.head
+    assert isinstance(head, LogitsHead)
     while engine.has_work:
         before = len(tokens)
         tokens += [token for output in engine.step() for token in output.token_ids]
         if before and len(tokens) > before:  # a decoding step: its logits are still there
             expected = oracle.logits([*prompt, *tokens[:-1]])[-1]
-            errors.append(relative_error(graphs.buffers.logits[0].float().cpu(), expected))
+            errors.append(relative_error(head.logits[0].float().cpu(), expected))
     assert len(errors) == 23
     assert (max(errors) if name in WIDE else statistics.median(errors)) < BFLOAT16_ERROR, errors
 

@@ -12,7 +12,7 @@ CORE = Path(__file__).parents[2] / "core" / "enginery"
 WORKER = [path for path in sorted((CORE / "worker").rglob("*.py")) if path.parent.name != "weights" and path.name != "warm_up.py"]
 FILES = [*WORKER, *sorted((CORE / "attention").glob("*.py"))]
 AT_CAPTURES = {  # and at the start: functions that no step calls
-    "decode_graphs": ("_padding_alone",),
+    "decode_capture": ("_padding_alone",),
     "draft_graphs": ("_capture_steps",),
     "draws": ("__init__",),
     "piecewise_graphs": ("capture", "lent"),

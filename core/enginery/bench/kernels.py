@@ -42,7 +42,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import ranked, refusals, select_ops
 from enginery.worker.device import device_facts, torch_device
-from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.paths.cuda_capture import CudaCapture
 
 Run = Callable[[], object]
 _PAGE: Final = EngineOptions.page_size

@@ -37,7 +37,6 @@ from enginery.speculate.length import HOST_LENGTHS, LENGTHS, DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.choice import Checkpoint
 from enginery.worker.drafts.draws import ForcedAcceptance
-from enginery.worker.paths.decode_graphs import finds_starts
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import Guesses, RunningStep
 
@@ -252,7 +251,7 @@ class Engine:
 
     def _ahead_of_tokens(self, ahead: Ahead, step: StepInput, began_s: float) -> tuple[StepInput, float]:
         """The step that was scheduled ahead: as it is, where the device finds where it begins, else settled."""
-        if ahead.follows and finds_starts(self._runner.graphs, step):
+        if ahead.follows and self._runner.finds_starts(step):
             return step, began_s
         flight = self._in_flight[0]
         self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail

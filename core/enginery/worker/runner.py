@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -31,13 +32,13 @@ from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import NumGuesses
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Verified, first_rows
+from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Paths, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
+from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
 from enginery.worker.ranks.collectives import Agreement, JoinedHead
-from enginery.worker.ranks.lanes import LanePath
-from enginery.worker.ranks.path import BestTokens, CapturedForwards, GatheredLogits, RankSteps
+from enginery.worker.ranks.path import with_ranks
 from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
 _log: Final = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 class Captured(NamedTuple):
     """Of decoding steps, of the others, and of a draft model behind decoding steps. None: these run eagerly."""
 
-    graphs: DecodeGraphs | None = None
+    graphs: DecodeGraphs | RecordedSteps | None = None
     pieces: PiecewiseGraphs | None = None
     drafts: DraftGraphs | None = None
 
@@ -75,9 +76,10 @@ class Runner:
         self.device, self._is_cuda = self.feed.device, self.feed.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._forced, self._siblings = draft_model, forced, siblings
-        self.agreement = Agreement.of(self.model, self.draft_model) if isinstance(self.model, JoinedHead) else None
-        self._set_paths()
-        self._lane = self.model.lanes.lane if isinstance(self.model, JoinedHead) and self.model.lanes is not None else 0
+        self._head = self.model if isinstance(self.model, JoinedHead) else None
+        self.agreement = None if self._head is None else Agreement.of(self._head, draft_model)
+        self._lane = 0 if self._head is None or self._head.lanes is None else self._head.lanes.lane
+        self._paths = self._make_paths()
 
     @property
     def sizes(self) -> RunSizes:
@@ -85,13 +87,13 @@ class Runner:
         pieces = () if self.pieces is None else self.pieces.sizes
         if (graphs := self.graphs) is None:
             return RunSizes(pieces=pieces)
-        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=graphs.buffers.siblings > 0, followed=graphs.follows)
+        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=self._siblings > 0, followed=graphs.follows)
 
     def prepare(self, num_guesses: NumGuesses) -> bool:
         """Capture one more of the graphs that loads begin with; False: all are there, or memory did not do."""
         graphs, pieces, drafts = Captured() if self._is_full else (self.graphs, self.pieces, self._draft_graphs)
         try:
-            if graphs is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
+            if graphs is not None and drafts is not None and drafts.prepare(graphs.captured.values(), num_guesses):
                 return True
             if graphs is not None and (keys := graphs.waiting(num_guesses)):
                 graphs.provide(keys[0])
@@ -107,28 +109,21 @@ class Runner:
     def change_backend(self, relay: BackendRelay) -> None:
         """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""
         self.parts, self.relay = self.parts._replace(relay=relay), relay
-        self.graphs = None if self.graphs is None else self.graphs.over(relay)
+        if (graphs := self.graphs) is not None:
+            graphs.captured.clear()  # the new ones are in their memory
+            self.graphs = graphs.build(replace(graphs.steps, parts=self.parts))
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._set_paths()
+        self._paths = self._make_paths()
 
-    def _set_paths(self) -> None:
-        """The ways to run a step: eagerly, as a graph, in pieces; with what several ranks do behind them."""
-        follower, model, graphs, pieces = self.draft_model, self.model, self.graphs, self.pieces
-        late = follower is None or follower.takes_late
-        self._eager: ForwardPath = EagerPath(self.parts, keeps_all=follower is not None, writes_late=late)
-        self._whole: ForwardPath | None = graphs
-        self._pieces: ForwardPath | None = pieces
-        if not isinstance(model, JoinedHead):
-            return
-        eager = self._eager if model.lanes is None else LanePath(self.parts, model.lanes)
-        self._eager = BestTokens(eager, model, self.feed)
-        if isinstance(graphs, CapturedForwards):
-            self._whole = BestTokens(RankSteps(graphs, model), model, self.feed)
-        elif graphs is not None:
-            self._whole = GatheredLogits(graphs, model, is_forced=self._forced is not None)
-        if pieces is not None:
-            self._pieces = BestTokens(pieces, model, self.feed)
+    def _make_paths(self) -> Paths:
+        late = self.draft_model is None or self.draft_model.takes_late
+        eager = EagerPath(self.parts, keeps_all=self.draft_model is not None, writes_late=late)
+        paths, graphs = Paths(eager, self.graphs, self.pieces, without_graph=eager), self.graphs
+        if self._head is None:
+            return paths
+        has_head = graphs is not None and graphs.steps.head is not None
+        return with_ranks(paths, self.parts, self._head, has_head=has_head, is_forced=self._forced is not None)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
@@ -187,15 +182,23 @@ class Runner:
         )
 
     def _path_of(self, step: StepInput) -> ForwardPath:
-        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self._pieces}
-        path = ways[step.run.way]
-        assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
-        graphs = None if isinstance(self.graphs, CapturedForwards) else self.graphs  # the path of those looks itself
-        if graphs is not None and step.run.way is Way.GRAPH and not graphs.ready(step):
-            return self._eager
-        if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
-            self.graphs.note_too_large(step)
+        way, graphs = step.run.way, self.graphs
+        if way is Way.EAGER:
+            if step.phase is Phase.DECODE and graphs is not None and not step.embedding:
+                graphs.note_too_large(step)
+            return self._paths.eager
+        if way is Way.GRAPH and graphs is not None and not graphs.ready(step):
+            return self._paths.without_graph
+        path = self._paths.graph if way is Way.GRAPH else self._paths.pieces
+        assert path is not None, f"step {step.number} is to run as {way}, which this worker has not captured"
         return path
+
+    def finds_starts(self, step: StepInput) -> bool:
+        """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
+        graphs, run = self.graphs, step.run
+        if graphs is None or run.way is not Way.GRAPH or run.size > graphs.steps.speculation.most_starts:
+            return False
+        return graphs.ready(step)
 
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""
@@ -291,7 +294,7 @@ class Runner:
         draws = self._draws(step, sampling)
         graphs, tables = self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
-            found = graphs.drafts(step, forwarded, features, tokens=tokens, draws=draws, tables=tables)
+            found = graphs.drafts(step, forwarded, tokens=tokens, draws=draws, tables=tables)
         else:
             batch, told = forwarded.unpadded(step.num_items), tokens.clamp(min=0)
             features = features[: batch.num_tokens]

@@ -17,7 +17,7 @@ from cuda_simulated import simulated
 from enginery.contracts.parallel import Channel, ParallelFacts
 from enginery.errors import Unsupported
 from enginery.worker.paths.captured_step import Replayable
-from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.ranks.gloo import Group, Sending, Standing, open_store
 from enginery.worker.ranks.stages import LinkedStage
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_tol
 from enginery.worker.layout import grown
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, NumGuesses, Replayable
-from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Agreement, JoinedHead
@@ -72,7 +71,7 @@ class DraftGraphs:
     def __init__(self, model: DraftModel, target: StepParts, *, capture: Capture, state: torch.Tensor, siblings: int) -> None:
         """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
-        self._capture, self.state, self._siblings = capture, state, siblings
+        self._capture, self.state, self._siblings, self._kept = capture, state, siblings, target.feed.named.buffers
         self._agreed = Agreement.of(target.model, model) if isinstance(target.model, JoinedHead) else None
         self.behind = torch.zeros(len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
@@ -80,22 +79,16 @@ class DraftGraphs:
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
 
     def drafts(
-        self,
-        step: StepInput,
-        forwarded: Forwarded,
-        features: torch.Tensor,
-        *,
-        tokens: torch.Tensor,
-        draws: GuessDraws,
-        tables: PageTables,
+        self, step: StepInput, forwarded: Forwarded, *, tokens: torch.Tensor, draws: GuessDraws, tables: PageTables
     ) -> torch.Tensor:
         """As `DraftModel.drafts`, of a step that the target ran as a graph, which has how many of its drafts are right."""
-        count, model, captured = len(step.sampling), self._model, forwarded.captured
+        count, model, captured, best = len(step.sampling), self._model, forwarded.captured, forwarded.greedy
         assert captured is not None, "the target ran a graph"
+        assert best is not None, "with a head"
         assert forwarded.padded is not None, "and tells for what"
-        if tokens.data_ptr() != captured.best.data_ptr():  # not chosen within its graph
-            captured.best[: len(tokens)].copy_(tokens)
-        self._follow(captured, forwarded.padded, features)
+        if tokens.data_ptr() != best.data_ptr():  # not chosen within its graph
+            best[: len(tokens)].copy_(tokens)
+        self._follow(captured, forwarded.padded)
         step = as_chain(step, deepest(step)) if step.parents else step
         num_steps = step.draft_len - model.takes_features
         if not num_steps and draws.kind is None:
@@ -104,17 +97,16 @@ class DraftGraphs:
         return first_rows(self._guess(found, model.ahead(step, tables), draws), count)
 
     @torch.inference_mode()
-    def prepare(self, graphs: DecodeGraphs, num_guesses: NumGuesses) -> bool:
-        """Capture one more of what comes behind the target's graphs, drawn as guesses were before; False: it is all there."""
+    def prepare(self, captured: Iterable[CapturedStep], num_guesses: NumGuesses) -> bool:
+        """Capture one more of what comes behind graphs of the target, drawn as guesses were before; False: it is all there."""
         kinds = list(dict.fromkeys([None, *(kind for _, _, kind in self._steps)]))
-        assert graphs.features is not None, "graphs keep what a draft model takes"
-        for of in graphs.captured.values():
+        for of in captured:
             size, scratch = of.batch.num_requests, self._geometry.scratch_page(FULL) * self._geometry.page_size
             if not of.followed or not (count := num_guesses(size)):
                 continue
             if of not in self._follows:
                 renewed(of.batch, views={FULL: of.batch.views[FULL]}).pages.slots.fill_(scratch)  # it ran where prefixes are
-                self._follows[of] = self._capture_follow(of, graphs.features)
+                self._follows[of] = self._capture_follow(of)
                 return True
             num_steps = count - self._model.takes_features
             for kind in kinds if num_steps else kinds[1:]:
@@ -131,9 +123,9 @@ class DraftGraphs:
             return choose(logits)
         return self._agreed.guess(logits, lambda whole: choose(whole)[:, 0], greedy=draws is None)[:, None]
 
-    def _follow(self, of: CapturedStep, padded: ForwardBatch, features: torch.Tensor) -> None:
+    def _follow(self, of: CapturedStep, padded: ForwardBatch) -> None:
         if of not in self._follows:
-            self._follows[of] = self._capture_follow(of, features)
+            self._follows[of] = self._capture_follow(of)
         found = self._follows[of]
         assert found.batch.plan is not None, "what is captured is planned"
         if of.standing is None:
@@ -143,8 +135,11 @@ class DraftGraphs:
         self._relay.refresh(found.batch.plan, padded)
         found.graph.replay()
 
-    def _capture_follow(self, of: CapturedStep, features: torch.Tensor) -> _Follow:
+    def _capture_follow(self, of: CapturedStep) -> _Follow:
         batch, model, standing = of.batch, self._model, of.standing
+        best, features = of.made.marked, self._kept.get(FEATURES, of.hidden)
+        assert best is not None, "a graph that a draft model follows has tokens"
+        assert features is not None, "and keeps what it takes"
         size, num_rows, length = batch.num_requests, batch.num_tokens, batch.decode_len
         if standing is None:
             ids = torch.zeros_like(batch.input_ids) if model.takes_features else batch.input_ids
@@ -155,7 +150,7 @@ class DraftGraphs:
 
         def run() -> None:
             self._relay.ask("device_prologue", plan=there.plan)
-            tokens, rows = of.best.clamp(min=0), features[:num_rows]
+            tokens, rows = best.clamp(min=0), features[:num_rows]
             if standing is not None:
                 chain = standing_chain(batch, standing.path, standing.depth)
                 for place, value in zip(_chain_of(there)[1:], chain[1:], strict=True):

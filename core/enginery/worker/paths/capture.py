@@ -5,7 +5,6 @@ Each is captured as far as its backends can be; what is not runs eagerly. On a C
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,14 +22,16 @@ from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
-from enginery.worker.paths.captured_step import Capture, takes_graphs
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers, Starts
+from enginery.worker.paths.captured_step import Head, takes_graphs
+from enginery.worker.paths.cuda_capture import CudaCapture
+from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
+from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
-from enginery.worker.paths.recorded_steps import RecordedSteps
+from enginery.worker.paths.recorded_steps import RecordedHead, RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead, Met
-from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
+from enginery.worker.ranks.path import ColumnsHead
 from enginery.worker.runner import Captured
 
 log = logging.getLogger(__name__)
@@ -66,12 +67,18 @@ def _capture_on_devices(
     captured but here and in a step, and none is launched before the one in front of it is told, which the first rank alone knows.
     """
     capture = CudaCapture(choice.device, met.together)
-    alone, parallel = met.outside(capture), choice.parallel
-    kind = CapturedForwards if parallel.num_lanes > 1 or not parallel.is_last_stage else DecodeGraphs
+    alone, most = met.outside(capture), choice.settings.max_graph_requests
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        starts, keeps = Starts() if drafts is None else _starts(choice, parts, draft), draft is not None and not draft.taps
-        graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, starts=starts)
+        keeps, shape = draft is not None and not draft.taps, (most, choice.facts.hidden_size)
+        speculation = Speculation(
+            hidden=torch.empty(shape, dtype=choice.dtype, device=choice.device) if keeps else None,
+            siblings=choice.draft_siblings,
+            most_starts=0 if drafts is None else _most_starts(choice, parts, draft),
+            most_positions=choice.settings.max_model_len,
+        )
+        steps = DecodeCapture(parts, most, head=_head(choice, parts), record=alone, speculation=speculation)
+        graphs = DecodeGraphs.build(steps)
         if graphs is None:
             return Captured()
         _prepare(graphs, drafts, choice)
@@ -82,10 +89,10 @@ def _capture_on_devices(
 
 
 def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
-    while drafts is not None and drafts.prepare(graphs, lambda _: choice.draft_length):
+    while drafts is not None and drafts.prepare(graphs.captured.values(), lambda _: choice.draft_length):
         pass
     for key in _at_start(graphs.waiting(), choice):
-        graphs.capture(key)
+        graphs.provide(key)
 
 
 def _at_start(waiting: Sequence[_SizeT], choice: Choice) -> Sequence[_SizeT]:
@@ -103,16 +110,19 @@ def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses:
     return f"{'; '.join(dict.fromkeys(silent))}, states no record_calls" if silent else None
 
 
-def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
+def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> RecordedSteps | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
     used: _Used = [*op_winners(choice.ops).values(), *(offer for chosen in choice.attentions for offer in chosen.by_role.values())]
     if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
-    tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
-    if isinstance(parts.model, JoinedHead):
-        tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards
-    return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False, starts=Starts())
+    tellers, most = [tell for offer in used if (tell := offer.spec.record_calls) is not None], choice.settings.max_graph_requests
+    head: Head | None = None
+    if isinstance(parts.model, JoinedHead):  # what is chosen from hidden states is of all ranks
+        tellers += [group.record_calls for group in parts.model.exchanges]
+    else:
+        head = RecordedHead(parts, most)
+    return RecordedSteps.build(DecodeCapture(parts, most, head=head, record=HostCapture(tellers), fills=False))
 
 
 def _draft_graphs(
@@ -129,23 +139,22 @@ def _draft_graphs(
     return DraftGraphs(model, parts, capture=capture, state=state, siblings=choice.draft_siblings)
 
 
-def _decode_graphs(
-    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, starts: Starts
-) -> DecodeGraphs | None:
-    empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
-    width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size
-    logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
-    return kind.build(parts, GraphBuffers(logits, hidden, siblings=choice.draft_siblings, starts=starts), capture=capture)
+def _head(choice: Choice, parts: StepParts) -> Head | None:
+    """None: of lanes, where what is chosen from hidden states is of all ranks, and of stages before the last."""
+    most, model = choice.settings.max_graph_requests, parts.model
+    if choice.parallel.num_lanes > 1 or not choice.parallel.is_last_stage:
+        return None
+    return ColumnsHead(parts, model, most) if isinstance(model, JoinedHead) else LogitsHead(parts, most)
 
 
-def _starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> Starts:
+def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
     """With one rank, and all keys in pages of one kind: of all requests, or one, where what verifies plans without lengths."""
     geometry = parts.pool.geometry
     if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
-        return Starts()
+        return 0
     chosen = [*choice.attentions, draft.choice.attention]
     alone, together = (not any(each.plans_late(one=one) for each in chosen) for one in (True, False))
-    return Starts(choice.settings.max_graph_requests if together else int(alone), choice.settings.max_model_len)
+    return choice.settings.max_graph_requests if together else int(alone)
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:

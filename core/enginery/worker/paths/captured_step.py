@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Replayable(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
+Head = Callable[[torch.Tensor], "HeadResults"]  # of hidden states, [T, C]; its results stay where they are until the next replay
 NumGuesses = Callable[[int], int]  # of each of so many requests, with which a load of them begins
 
 
@@ -49,6 +50,18 @@ def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
     return False
 
 
+class HeadResults(NamedTuple):
+    """What a head makes of the hidden states of rows. best: tokens, [T] int64. marked: the same, `NAN_TOKEN` where their logits are
+    NaN. logits: [T, V], of several ranks this one's columns. largest: [T], those of the best tokens, where NaN is to be looked for
+    on the host. Of a step without a head there is hidden alone, [T, C]."""
+
+    best: torch.Tensor | None = None
+    marked: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
@@ -56,20 +69,19 @@ class CapturedStep:
     how many drafts each request has and then how far behind its earliest place it may begin. seats: the seats there, where the
     next step finds what this one samples: [requests] int64, device.
 
-    batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
-    where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
-    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens; and standing, of one that verifies
-    combs, which rows these are. followed: whether a draft model finds what it takes. moving: moves recurrent states by as many
-    drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move, or nothing is verified.
-    moved: [requests] int64, of a step whose rows begin where the device finds: how far behind its earliest place each does.
+    batch: planned, its token fields in `packed`. made: valid from a replay to the next one of any size. So are hidden, [T, C],
+    where somebody takes it, and accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens; and
+    standing, of one that verifies combs, which rows these are. followed: whether a draft model finds what it takes. moving: moves
+    recurrent states by as many drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move,
+    or nothing is verified. moved: [requests] int64, of a step whose rows begin where the device finds: how far behind its earliest
+    place each does.
     """
 
     packed: torch.Tensor
     seats: torch.Tensor
     batch: ForwardBatch
     graph: Replayable
-    logits: torch.Tensor
-    best: torch.Tensor
+    made: HeadResults
     followed: bool = False
     hidden: torch.Tensor | None = None
     accepted: torch.Tensor | None = None

@@ -120,6 +120,15 @@ class ForwardPath(Protocol):
         """Plan the batch that the step was laid out as, and launch it, without waiting for the device."""
 
 
+class Paths(NamedTuple):
+    """How a rank runs a step that is to run in each way, and one whose graph is not there; None: nothing is captured."""
+
+    eager: ForwardPath
+    graph: ForwardPath | None
+    pieces: ForwardPath | None
+    without_graph: ForwardPath
+
+
 def first_rows(values: torch.Tensor, count: int) -> torch.Tensor:
     """Its first rows; itself where it has no others, as to cut takes torch 0.1 ms on a CPU, where its code is in no cache then."""
     return values if values.shape[0] == count else values[:count]

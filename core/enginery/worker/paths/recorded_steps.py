@@ -1,7 +1,7 @@
-"""Decoding steps on a CPU, recorded when they are first needed or in idle moments and done again (`host_capture`).
+"""Which decoding steps are recorded on a CPU, when they are first needed or in idle moments, and done again (`host_capture`).
 
-As `DecodeGraphs`, but for what costs time on the host: there a row that pads takes as long as any other, an operator of torch's
-runs cold behind the weights, and a model may do what cannot be recorded.
+There a row that pads takes as long as any other, an operator of torch's runs cold behind the weights, and a model may do what
+cannot be recorded. Steps that verify are not recorded, nor those that a draft model follows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
-from enginery.worker.layout import has_pending
-from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, HeadResults
+from enginery.worker.paths.captured_step import CapturedStep, HeadResults, NumGuesses, takes_graphs
+from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
 from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import StepParts
 from enginery.worker.sampling import NAN_TOKEN
 
 _log: Final = logging.getLogger(__name__)
@@ -28,62 +28,68 @@ def recorded_sizes(max_requests: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size <= max_requests)
 
 
-class RecordedSteps(DecodeGraphs):
-    """Steps that verify are not recorded, nor those that a draft model follows.
+class RecordedHead:
+    """Implements `Head`: a recording's own results stay where they are. NaN is looked for behind a replay."""
 
-    A size that could not be is left out of `sizes`; all are when one more is refused for the same reason, which is the model's
-    then, and steps run eagerly.
+    def __init__(self, parts: StepParts, most_rows: int) -> None:
+        self._model, self._ops, self._results = parts.model, parts.ops, parts.results
+        self._firsts = torch.arange(most_rows) * parts.results.vocab_size  # of each row, among all logits
+
+    def __call__(self, hidden: torch.Tensor) -> HeadResults:
+        logits = self._results.logits(self._model.logits(hidden), hidden)
+        best = self._ops.greedy(logits)
+        places = best if len(best) == 1 else best + self._firsts[: len(best)]
+        # By the embedding's kernel: a gather's code is in no cache.
+        return HeadResults(best, best, logits, self._ops.embed(logits.reshape(-1, 1), places)[:, 0])
+
+
+class RecordedSteps:
+    """Implements `ForwardPath` for decoding steps; to be asked as `DecodeGraphs` is.
+
+    A size that could not be recorded is left out of `sizes`; all are when one more is refused for the same reason, which is the
+    model's then, and steps run eagerly.
     """
 
-    follows = False
-    _reasons: set[str]  # why sizes were refused
-    _firsts: torch.Tensor  # of each row, among all logits
-    _largest: dict[int, torch.Tensor]  # by number of rows, the logits of their best tokens
+    follows, verified_rows = False, 0
 
-    def capture_first(self) -> None:
-        """Make what every recording reads, and record nothing: a start is no slower for it."""
-        self.sizes, self._reasons = recorded_sizes(len(self.best)), set()
-        self._firsts = torch.arange(len(self.best)) * self.results.vocab_size
-        self._largest = {}
+    def __init__(self, steps: DecodeCapture) -> None:
+        self.steps, self.sizes = steps, recorded_sizes(steps.most_rows)
+        self.captured: dict[GraphKey, CapturedStep] = {}
+        self._reasons: set[str] = set()  # why sizes were refused
 
-    def capture(self, key: GraphKey) -> None:
-        """Record a step, or note that it cannot be."""
-        if key.size not in self.sizes:  # refused, and asked for before that was known
-            return
-        try:
-            super().capture(key)
-        except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
-            why = explain(error)
-            self.sizes = () if why in self._reasons else tuple(other for other in self.sizes if other != key.size)
-            self._reasons.add(why)
-            _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, list(self.sizes) or "no sizes", why)
+    @classmethod
+    def build(cls, steps: DecodeCapture) -> RecordedSteps | None:
+        """Nothing is recorded yet: a start is no slower for it. None as for `DecodeGraphs`."""
+        return cls(steps) if takes_graphs(steps.parts.relay, steps.most_rows, what="decoding") else None
+
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
+        """Steps that are not recorded, the smallest first."""
+        return [key for size in self.sizes if (key := GraphKey(size, 1, followed=False)) not in self.captured]
+
+    def provide(self, key: GraphKey) -> bool:
+        """Whether it is recorded, which is tried now if it was not yet."""
+        if key not in self.captured and key.size in self.sizes:  # else refused, and asked for before that was known
+            try:
+                self.captured[key] = self.steps.capture(key)
+            except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
+                why = explain(error)
+                left = [] if why in self._reasons else [size for size in self.sizes if size != key.size]
+                self.sizes = tuple(left)
+                self._reasons.add(why)
+                _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, left or "no sizes", why)
+        return key in self.captured
+
+    def ready(self, step: StepInput) -> bool:
+        """As of `DecodeGraphs`."""
+        return self.provide(GraphKey(step.run.size, 1, followed=False))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """As `DecodeGraphs`; a NaN is looked for in Python, as torch's comparison takes 0.2 ms when its code is in no cache."""
-        forwarded = super().forward(step, batch)
-        largest, best = self._largest[step.run.size], forwarded.greedy
-        assert best is not None, "a recording has the best tokens"
-        if any(value != value for value in largest.tolist()):
-            best.masked_fill_(largest.isnan(), NAN_TOKEN)
+        """Replay that of the step's size. NaN is looked for in Python, as torch's comparison takes 0.2 ms when in no cache."""
+        captured = self.captured[GraphKey(step.run.size, 1, followed=False)]
+        forwarded, largest, marked = self.steps.replay(captured, step, batch), captured.made.largest, captured.made.marked
+        if largest is not None and marked is not None and any(value != value for value in largest.tolist()):
+            marked.masked_fill_(largest.isnan(), NAN_TOKEN)
         return forwarded
 
     def note_too_large(self, step: StepInput) -> None:
         """Nothing: steps are recorded for all numbers of requests that gain by it."""
-
-    def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
-        padded = super()._update(captured, step, batch)
-        if has_pending(step):  # seldom: steps do not overlap here unless that is asked for
-            self.feed.fill(captured.batch.input_ids, captured.packed[-2], out=captured.batch.input_ids)
-        return padded
-
-    def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
-        """Before a replay, where there is something to fill in."""
-
-    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
-        """A recording's own stay where they are. What is NaN is looked for when it is done, among the largest logits."""
-        logits = self.results.logits(self.model.logits(hidden), hidden)
-        best = self.ops.greedy(logits)
-        places = best if len(best) == 1 else best + self._firsts[: len(best)]
-        # By the embedding's kernel: a gather's code is in no cache.
-        self._largest[len(best)] = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
-        return HeadResults(best, logits, best)

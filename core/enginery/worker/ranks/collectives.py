@@ -35,7 +35,7 @@ from enginery.worker.weights.rank import BoundLinear
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.paths.captured_step import Capture
-    from enginery.worker.paths.decode_graphs import CudaCapture
+    from enginery.worker.paths.cuda_capture import CudaCapture
     from enginery.worker.ranks.gloo import Group
     from enginery.worker.ranks.lanes import LaneRows
     from enginery.worker.ranks.nccl import TensorGroup

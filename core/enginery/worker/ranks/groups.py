@@ -20,7 +20,7 @@ from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.paths.captured_step import Capture
-from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, Met, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows

@@ -22,10 +22,11 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
-from enginery.worker.paths.decode_graphs import DecodeGraphs, HeadResults
-from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
-from enginery.worker.paths.recorded_steps import RecordedSteps
+from enginery.worker.paths.captured_step import HeadResults
+from enginery.worker.paths.path import Forwarded, ForwardPath, Paths, first_rows
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.token_feed import TokenFeed
 
 
@@ -55,7 +56,7 @@ class GatheredLogits:
     Where more is asked for, the columns are brought together behind the graph. is_forced: drafts are accepted there too, not in it.
     """
 
-    def __init__(self, graphs: DecodeGraphs, head: JoinedHead, *, is_forced: bool) -> None:
+    def __init__(self, graphs: ForwardPath, head: JoinedHead, *, is_forced: bool) -> None:
         self._graphs, self._head, self._is_forced = graphs, head, is_forced
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
@@ -67,46 +68,67 @@ class GatheredLogits:
         return forwarded._replace(logits=logits, accepted=accepted)
 
 
-class CapturedForwards(DecodeGraphs):
-    """Of lanes, and of stages before the last: of a `CapturedStep` there are hidden states, [size, C], and no logits."""
+class ColumnsHead:
+    """Implements `Head` on GPUs: a rank's columns of logits, [most rows, V / N], and the best tokens of all ranks'."""
 
-    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
-        """It runs behind the graph: what is chosen from hidden states is of all ranks."""
-        return HeadResults(None, hidden, self.best[: len(hidden)])
+    def __init__(self, parts: StepParts, head: JoinedHead, most_rows: int) -> None:
+        self._head, device = head, parts.feed.device
+        self._columns = torch.empty(most_rows, head.width, dtype=parts.results.dtype, device=device)
+        self._best = torch.zeros(most_rows, dtype=torch.int64, device=device)
+
+    def __call__(self, hidden: torch.Tensor) -> HeadResults:
+        columns = self._columns[: len(hidden)].copy_(self._head.columns(hidden))
+        marked = self._best[: len(columns)].copy_(self._head.shared.best(columns))
+        return HeadResults(marked.clamp(min=0), marked, columns)
 
 
-class RecordedForwards(CapturedForwards, RecordedSteps):
-    """The same, recorded."""
+class PaddedForward:
+    """Implements `ForwardPath` beside ranks that replay a forward alone: eagerly, of as many rows. It leaves all hidden states."""
 
-    forward = DecodeGraphs.forward  # there are no logits to look for a NaN in
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Pad, upload, plan, run."""
+        model, relay, _, _, feed, pool, results = self._parts
+        num_requests, num_tokens = step.padded
+        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=pool.geometry)
+        there = relay.plan(feed.upload(step, batch, logits_rows=None))
+        planned_s = time.perf_counter()
+        return Forwarded(planned_s=planned_s, hidden=results.hidden(model.forward(there), there))
 
 
-class RankSteps:
-    """Implements `ForwardPath` for steps that are to be recorded, whether this rank can or not."""
+class SampledRows:
+    """Implements `ForwardPath` over one that leaves the hidden states of a rank's rows: those that are sampled, of all lanes."""
 
-    def __init__(self, recorded: CapturedForwards, head: JoinedHead) -> None:
-        self._recorded, self._head = recorded, head
+    def __init__(self, path: ForwardPath, parts: StepParts, head: JoinedHead) -> None:
+        self._path, self._lanes, self._nobody = path, head.lanes, no_requests(parts.pool.geometry)
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As `EagerPath`, and as `LanePath` where there are lanes."""
-        lanes = self._head.lanes
+        lanes = self._lanes
         own = step if lanes is None else step.of_lane(lanes.lane)
-        if not own.num_items:
-            batch = no_requests(self._recorded.geometry)
-        in_graphs = self._recorded.ready(step)
-        if in_graphs:
-            done = self._recorded.forward(own, batch)
-            planned_s, hidden = done.planned_s, done.logits
-            assert hidden is not None, "which are there in place of logits"
-        else:
-            recorded, size = self._recorded, step.run.size
-            padded = pad(batch, num_requests=size, num_tokens=size, geometry=recorded.geometry)
-            there = recorded.relay.plan(recorded.feed.upload(own, padded, logits_rows=None))
-            planned_s = time.perf_counter()
-            hidden = recorded.results.hidden(recorded.model.forward(there), there)
+        done = self._path.forward(own, batch if own.num_items else self._nobody)
+        planned_s, in_graphs, hidden = done.planned_s, done.in_graphs, done.hidden
+        assert hidden is not None, "a forward alone leaves them"
         if lanes is not None:
             own_rows = hidden.index_select(0, to_device(lanes.own(step), hidden.device))
             return lanes.sampled(step, own_rows, planned_s)._replace(in_graphs=in_graphs)
         rows = first_rows(hidden, step.num_items)
         last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
         return Forwarded(planned_s=planned_s, in_graphs=in_graphs, rows=rows, last=last)
+
+
+def with_ranks(paths: Paths, parts: StepParts, head: JoinedHead, *, has_head: bool, is_forced: bool) -> Paths:
+    """These ways with what several ranks do behind them. has_head: decoding steps are captured with it, not the forward alone."""
+
+    def best(path: ForwardPath) -> ForwardPath:
+        return BestTokens(path, head, parts.feed)
+
+    eager = without = best(paths.eager if head.lanes is None else LanePath(parts, head.lanes))
+    pieces, graph = None if paths.pieces is None else best(paths.pieces), paths.graph
+    if graph is not None and has_head:
+        graph = GatheredLogits(graph, head, is_forced=is_forced)
+    elif graph is not None:
+        graph, without = (best(SampledRows(path, parts, head)) for path in (graph, PaddedForward(parts)))
+    return Paths(eager, graph, pieces, without)

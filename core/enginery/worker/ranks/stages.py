@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.parallel import Channel, ParallelFacts, StageTensors
@@ -36,12 +35,12 @@ from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, lay_out, logits_of_items, no_requests, sampled_seats
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, Replayable
-from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import Launched
+from enginery.worker.paths.path import ForwardPath, Launched
 from enginery.worker.paths.piecewise_graphs import lent
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.nccl import TensorGroup
+from enginery.worker.ranks.path import PaddedForward
 from enginery.worker.runner import Runner
 from enginery.worker.sampling import row_blocks
 
@@ -167,22 +166,21 @@ class LinkedStage:
 class EarlyStage:
     """Runs the steps of another rank on a stage before the last, where nothing is sampled."""
 
-    def __init__(self, parts: StepParts, graphs: DecodeGraphs | None, *, lane: int) -> None:
+    def __init__(self, parts: StepParts, graphs: ForwardPath | None, *, lane: int) -> None:
         """parts: with a `LinkedStage`. graphs: of all sizes; None: it runs eagerly what others may have captured."""
-        self._model, self._relay, _, _, self._feed, pool, _ = parts
-        self._graphs, self._geometry, self._tables, self._lane = graphs, pool.geometry, PageTables(pool.geometry), lane
+        self._eager, self._graphs, self._geometry = PaddedForward(parts), graphs, parts.pool.geometry
+        self._tables, self._lane = PageTables(self._geometry), lane
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> None:
         """The next one; it returns when this stage's part is on its way to the next."""
-        own, (num_requests, num_tokens) = step.of_lane(self._lane), step.padded
+        own = step.of_lane(self._lane)
         self._tables.take(own)
         batch = lay_out(own, self._tables)
         if step.run.way is Way.GRAPH and self._graphs is not None:
             self._graphs.forward(own, batch if own.num_items else no_requests(self._geometry))
-            return
-        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=self._geometry)
-        self._model.forward(self._relay.plan(self._feed.upload(own, batch, logits_rows=None)))
+        else:
+            self._eager.forward(own, batch)
 
 
 class Follower:

@@ -69,6 +69,13 @@ def test_stages_tell_what_one_rank_tells(registry: Registry, tmp_path: Path, rep
     assert len(replayed) == dataclasses.replace(asked, **mesh).num_ranks  # type: ignore[arg-type]
 
 
+def test_stages_of_bfloat16_are_captured(registry: Registry) -> None:
+    """What an early stage leaves in place of hidden states has their dtype."""
+    with on_cuda(options(pp=2, dtype="bfloat16"), registry) as (engine, _):
+        told_of(engine, [every_kind()[:1]])
+        assert engine.meter.stats().num_graph_steps > 5
+
+
 @pytest.mark.parametrize("mesh", [TWO, FOUR])
 def test_a_stage_far_ahead_of_the_next_overwrites_nothing(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, replayed: Counter[int], mesh: Mapping[str, object]

@@ -251,7 +251,8 @@ class Engine:
 
     def _ahead_of_tokens(self, ahead: Ahead, step: StepInput, began_s: float) -> tuple[StepInput, float]:
         """The step that was scheduled ahead: as it is, where the device finds where it begins, else settled."""
-        if ahead.follows and self._runner.finds_starts(step):
+        graphs = self._runner.graphs
+        if ahead.follows and graphs is not None and graphs.steps.finds_start(step) and graphs.ready(step):
             return step, began_s
         flight = self._in_flight[0]
         self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail

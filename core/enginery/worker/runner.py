@@ -193,13 +193,6 @@ class Runner:
         assert path is not None, f"step {step.number} is to run as {way}, which this worker has not captured"
         return path
 
-    def finds_starts(self, step: StepInput) -> bool:
-        """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
-        graphs, run = self.graphs, step.run
-        if graphs is None or run.way is not Way.GRAPH or run.size > graphs.steps.speculation.most_starts:
-            return False
-        return graphs.ready(step)
-
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""
         step, forwarded, logits = launched.step, launched.forwarded, launched.logits

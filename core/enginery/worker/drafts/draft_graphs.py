@@ -137,7 +137,7 @@ class DraftGraphs:
 
     def _capture_follow(self, of: CapturedStep) -> _Follow:
         batch, model, standing = of.batch, self._model, of.standing
-        best, features = of.made.marked, self._kept.get(FEATURES, of.hidden)
+        best, features = of.made.marked, self._kept.get(FEATURES, of.made.hidden)
         assert best is not None, "a graph that a draft model follows has tokens"
         assert features is not None, "and keeps what it takes"
         size, num_rows, length = batch.num_requests, batch.num_tokens, batch.decode_len

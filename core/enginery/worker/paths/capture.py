@@ -6,9 +6,9 @@ Each is captured as far as its backends can be; what is not runs eagerly. On a C
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -37,7 +37,6 @@ from enginery.worker.runner import Captured
 log = logging.getLogger(__name__)
 
 _Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
-_SizeT = TypeVar("_SizeT")
 Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
 
@@ -91,13 +90,8 @@ def _capture_on_devices(
 def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
     while drafts is not None and drafts.prepare(graphs.captured.values(), lambda _: choice.draft_length):
         pass
-    for key in _at_start(graphs.waiting(), choice):
+    for key in reversed(graphs.waiting()) if choice.parallel.num_ranks > 1 else ():  # the smaller fit into the others' memory
         graphs.provide(key)
-
-
-def _at_start(waiting: Sequence[_SizeT], choice: Choice) -> Sequence[_SizeT]:
-    """Those that are captured here: on ranks all, the smallest last, as it fits into the memory of the others."""
-    return waiting[::-1] if choice.parallel.num_ranks > 1 else ()
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -160,6 +154,6 @@ def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
     hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
     pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
-    for size in _at_start(pieces.waiting, choice):
+    for size in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
         pieces.capture(size)
     return pieces

@@ -53,7 +53,7 @@ def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
 class HeadResults(NamedTuple):
     """What a head makes of the hidden states of rows. best: tokens, [T] int64. marked: the same, `NAN_TOKEN` where their logits are
     NaN. logits: [T, V], of several ranks this one's columns. largest: [T], those of the best tokens, where NaN is to be looked for
-    on the host. Of a step without a head there is hidden alone, [T, C]."""
+    on the host. hidden: [T, C], where somebody takes it; there is no other of a step without a head."""
 
     best: torch.Tensor | None = None
     marked: torch.Tensor | None = None
@@ -69,9 +69,9 @@ class CapturedStep:
     how many drafts each request has and then how far behind its earliest place it may begin. seats: the seats there, where the
     next step finds what this one samples: [requests] int64, device.
 
-    batch: planned, its token fields in `packed`. made: valid from a replay to the next one of any size. So are hidden, [T, C],
-    where somebody takes it, and accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens; and
-    standing, of one that verifies combs, which rows these are. followed: whether a draft model finds what it takes. moving: moves
+    batch: planned, its token fields in `packed`. made: valid from a replay to the next one of any size. So are accepted, [requests]
+    int64, of a step that verifies: how many drafts are the best tokens; and standing, of one that verifies combs, which rows these
+    are. followed: whether a draft model finds what it takes. moving: moves
     recurrent states by as many drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move,
     or nothing is verified. moved: [requests] int64, of a step whose rows begin where the device finds: how far behind its earliest
     place each does.
@@ -83,7 +83,6 @@ class CapturedStep:
     graph: Replayable
     made: HeadResults
     followed: bool = False
-    hidden: torch.Tensor | None = None
     accepted: torch.Tensor | None = None
     standing: Standing | None = None
     moving: Replayable | None = None

@@ -1,4 +1,4 @@
-"""Captures decoding steps, and replays them for no more requests: as CUDA graphs, or recorded on a CPU.
+"""Decoding steps, captured for a number of requests and replayed for no more.
 
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
     device    [ fill pending ids | device_prologue | model | head: logits, best tokens, kept ]      one launch
@@ -7,8 +7,7 @@ A graph's token fields are one tensor, made from the axes of the batch; everythi
 model. The best tokens are kept for the next step; what is sampled otherwise, from the logits, is kept in their place.
 
 Of a step that verifies, drafts that are the best tokens are accepted within it; where tokens are sampled otherwise, that is done
-anew behind it. Recurrent states move on in a graph of their own, which is replayed when it is settled how many drafts stand. What a
-draft model takes of the hidden states is kept by graphs of their own, for steps that it follows.
+anew behind it. Recurrent states move on in a graph of their own, which is replayed when it is settled how many drafts stand.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from enginery.attention.axes import pad, renewed, token_fields, with_token_field
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, Way
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, standing_in_comb
@@ -39,10 +38,8 @@ _log: Final = logging.getLogger(__name__)
 
 
 class GraphKey(NamedTuple):
-    """Of a captured step: requests, rows of each, whether a draft model follows it, and how deep the comb is that the rows begin.
-
-    0: they are a chain.
-    """
+    """Of a captured step: requests, rows of each, whether a draft model follows it, and how deep the comb is that the rows begin;
+    0: they are a chain."""
 
     size: int
     length: int
@@ -85,13 +82,12 @@ class DecodeCapture:
         """Capture a step. Takes as long as two or three eager ones."""
         size, length, followed, depth = key
         model, relay, _, _, feed, pool, results = self.parts
-        buffer, _, siblings, most_starts, _ = self.speculation
+        siblings, most_starts = self.speculation.siblings, self.speculation.most_starts
         batch, packed = _padding_alone(feed, pool.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=feed.device) if length > 1 else None
         moved = None if accepted is None or size > most_starts else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = relay.plan(feed.named.placed(batch, leaves=() if followed else (FEATURES,)), capture=True)
-        kept = buffer[: size * length] if followed and buffer is not None else None
         standing = standing_in_comb(size, length, depth, siblings, batch, relay) if siblings and depth else None
         found = list[HeadResults]()
 
@@ -101,27 +97,33 @@ class DecodeCapture:
                 feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
             relay.ask("device_prologue", plan=batch.plan)
             hidden = results.hidden(model.forward(batch), batch)
-            found.append(HeadResults(hidden=hidden) if self.head is None else self.head(hidden))
+            found.append(self._made(hidden, followed=followed))
             _keep(self, found[-1], batch, packed, out=accepted, standing=standing)
-            if kept is not None:
-                kept.copy_(hidden)
 
-        graph, made = self.record(run), found[-1]  # of the last run
-        moving = None if accepted is None else captured_moving(self.parts, batch, accepted, standing, capture=self.record)
-        _log.debug("captured a decoding step of %d requests of %d rows", size, length)
-        return CapturedStep(
+        captured = CapturedStep(
             packed=packed,
             seats=packed[-1, :size],
             batch=batch,
-            graph=graph,
-            made=made,
+            graph=self.record(run),
+            made=found[-1],  # of the last run
             followed=followed,
-            hidden=kept if made.hidden is None else made.hidden,
             accepted=accepted,
             standing=standing,
-            moving=moving,
+            moving=None if accepted is None else captured_moving(self.parts, batch, accepted, standing, capture=self.record),
             moved=moved,
         )
+        _log.debug("captured a decoding step of %d requests of %d rows", size, length)
+        return captured
+
+    def _made(self, hidden: Tensor, *, followed: bool) -> HeadResults:
+        if self.head is None:
+            return HeadResults(hidden=hidden)
+        made, kept = self.head(hidden), self.speculation.hidden
+        return made._replace(hidden=kept[: len(hidden)].copy_(hidden)) if followed and kept is not None else made
+
+    def finds_start(self, step: StepInput) -> bool:
+        """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
+        return step.run.way is Way.GRAPH and step.run.size <= self.speculation.most_starts
 
     def replay(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Copy the batch's token fields over those of the graph, let the backend bring its plan up to date, and launch it."""
@@ -152,7 +154,7 @@ class DecodeCapture:
             logits=captured.made.logits,
             greedy=captured.made.marked,
             batch=captured.batch,
-            hidden=captured.hidden,
+            hidden=captured.made.hidden,
             accepted=captured.accepted,
             captured=captured,
             padded=padded,

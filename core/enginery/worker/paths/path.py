@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from enginery.attention.axes import pad
 from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
@@ -185,3 +186,19 @@ class EagerPath:
         hidden = self._results.hidden(self._model.forward(there), there)
         forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
         return forwarded._replace(batch=there, hidden=hidden) if keeps else forwarded
+
+
+class PaddedForward:
+    """Eagerly, with as many rows as other ranks have of the step. It leaves hidden states: of all rows, or those that are named."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+
+    def forward(self, step: StepInput, batch: ForwardBatch, logits_rows: torch.Tensor | None = None) -> Forwarded:
+        """Pad, upload, plan, run. logits_rows: [N] int64, device; the model may leave the others out of its last layer."""
+        model, relay, _, _, feed, pool, results = self._parts
+        num_requests, num_tokens = step.padded
+        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=pool.geometry)
+        there = relay.plan(feed.upload(step, batch, logits_rows=logits_rows))
+        planned_s = time.perf_counter()
+        return Forwarded(planned_s=planned_s, hidden=results.hidden(model.forward(there), there))

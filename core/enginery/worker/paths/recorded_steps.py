@@ -73,10 +73,10 @@ class RecordedSteps:
                 self.captured[key] = self.steps.capture(key)
             except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
                 why = explain(error)
-                left = [] if why in self._reasons else [size for size in self.sizes if size != key.size]
-                self.sizes = tuple(left)
+                self.sizes = () if why in self._reasons else tuple(size for size in self.sizes if size != key.size)
                 self._reasons.add(why)
-                _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, left or "no sizes", why)
+                left = list(self.sizes) or "no sizes"
+                _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, left, why)
         return key in self.captured
 
     def ready(self, step: StepInput) -> bool:

@@ -10,19 +10,17 @@ N rows that need logits, of the lane that has most; C channels.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, grown, places_within
-from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.path import Forwarded, PaddedForward
 from enginery.worker.paths.results import StepParts
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
@@ -75,17 +73,14 @@ class LanePath:
     """Implements `ForwardPath` for steps of several lanes. It is given the batch of its own, and gives rows of all."""
 
     def __init__(self, parts: StepParts, lanes: LaneRows) -> None:
-        self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
-        self._results, self._lanes, self._geometry = parts.results, lanes, parts.pool.geometry
+        self._padded, self._feed, self._lanes = PaddedForward(parts), parts.feed, lanes
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         rows = to_device(self._lanes.own(step), self._feed.device)
-        batch = pad(batch, num_requests=step.padded[0], num_tokens=step.padded[1], geometry=self._geometry)
         # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.
-        all_of_them = bool(self._feed.named.outputs) or len(rows) == batch.num_tokens
-        uploaded = self._feed.upload(step.lanes[self._lanes.lane], batch, logits_rows=None if all_of_them else rows)
-        there = self._relay.plan(uploaded)
-        planned_s = time.perf_counter()
-        hidden = self._results.hidden(self._model.forward(there), there)
-        wanted = hidden if not all_of_them and len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
-        return self._lanes.sampled(step, wanted, planned_s)
+        all_of_them = bool(self._feed.named.outputs) or len(rows) == step.padded[1]
+        done = self._padded.forward(step.lanes[self._lanes.lane], batch, None if all_of_them else rows)
+        assert done.hidden is not None, "a forward alone leaves them"
+        has_them = not all_of_them and len(done.hidden) == len(rows)
+        wanted = done.hidden if has_them else done.hidden.index_select(0, rows)  # [N, C]
+        return self._lanes.sampled(step, wanted, done.planned_s)

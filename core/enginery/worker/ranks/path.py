@@ -12,18 +12,15 @@ sampled rows.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 
-from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
 from enginery.worker.paths.captured_step import HeadResults
-from enginery.worker.paths.path import Forwarded, ForwardPath, Paths, first_rows
+from enginery.worker.paths.path import Forwarded, ForwardPath, PaddedForward, Paths, first_rows
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
@@ -80,22 +77,6 @@ class ColumnsHead:
         columns = self._columns[: len(hidden)].copy_(self._head.columns(hidden))
         marked = self._best[: len(columns)].copy_(self._head.shared.best(columns))
         return HeadResults(marked.clamp(min=0), marked, columns)
-
-
-class PaddedForward:
-    """Implements `ForwardPath` beside ranks that replay a forward alone: eagerly, of as many rows. It leaves all hidden states."""
-
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-
-    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Pad, upload, plan, run."""
-        model, relay, _, _, feed, pool, results = self._parts
-        num_requests, num_tokens = step.padded
-        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=pool.geometry)
-        there = relay.plan(feed.upload(step, batch, logits_rows=None))
-        planned_s = time.perf_counter()
-        return Forwarded(planned_s=planned_s, hidden=results.hidden(model.forward(there), there))
 
 
 class SampledRows:

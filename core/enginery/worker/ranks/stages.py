@@ -35,12 +35,11 @@ from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, lay_out, logits_of_items, no_requests, sampled_seats
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, Replayable
-from enginery.worker.paths.path import ForwardPath, Launched
+from enginery.worker.paths.path import ForwardPath, Launched, PaddedForward
 from enginery.worker.paths.piecewise_graphs import lent
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.nccl import TensorGroup
-from enginery.worker.ranks.path import PaddedForward
 from enginery.worker.runner import Runner
 from enginery.worker.sampling import row_blocks
 

@@ -37,7 +37,6 @@ HOST_LENGTHS: Final = (0, 1, 3, 7)  # a guess of the host costs a row alone, and
 # Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
 FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
-_FEWEST_TO_JUDGE: Final = 3  # steps of a length: graphs may be captured in its first
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
 _STEPS_WITHOUT_HOPE: Final = 512
@@ -220,7 +219,7 @@ class DraftLength:
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
         if load.trial is None:
             load.won(self.told_each_step(load.length), seconds)
-            if load.length and load.steps >= _FEWEST_TO_JUDGE and 0 in load.seconds and self._gains(load, 0):
+            if load.length and load.steps >= _BEFORE_THE_FIRST_TRIAL and 0 in load.seconds and self._gains(load, 0):
                 load.length = 0  # guesses are seldomer right than they were
             if load.steps >= load.patience:
                 self._begin_trial(load)

@@ -71,10 +71,9 @@ class CapturedStep:
 
     batch: planned, its token fields in `packed`. made: valid from a replay to the next one of any size. So are accepted, [requests]
     int64, of a step that verifies: how many drafts are the best tokens; and standing, of one that verifies combs, which rows these
-    are. followed: whether a draft model finds what it takes. moving: moves
-    recurrent states by as many drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move,
-    or nothing is verified. moved: [requests] int64, of a step whose rows begin where the device finds: how far behind its earliest
-    place each does.
+    are. followed: whether a draft model finds what it takes. moving: moves recurrent states by as many drafts as `accepted` says,
+    or what is kept of the rows that stand; None: there is nothing to move, or nothing is verified. moved: [requests] int64, of a
+    step whose rows begin where the device finds: how far behind its earliest place each does.
     """
 
     packed: torch.Tensor

@@ -92,7 +92,10 @@ class DecodeCapture:
         found = list[HeadResults]()
 
         def run() -> None:
-            _begin(self, batch, packed, moved)
+            if moved is not None:  # bring the rows to where they begin, if they do not lie there
+                behind, wrong = packed[-3, size : 2 * size], feed.wrong.index_select(0, packed[-1, :size])
+                most_positions = self.speculation.most_positions
+                move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=most_positions)
             if self.fills:
                 feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
             relay.ask("device_prologue", plan=batch.plan)
@@ -159,13 +162,6 @@ class DecodeCapture:
             captured=captured,
             padded=padded,
         )
-
-
-def _begin(steps: DecodeCapture, batch: ForwardBatch, packed: Tensor, moved: Tensor | None) -> None:
-    """Bring the rows of a captured batch to where they begin, if they do not lie there. packed, moved: see `CapturedStep`."""
-    if moved is not None:
-        wrong, most = steps.parts.feed.wrong.index_select(0, packed[-1, : len(moved)]), steps.speculation.most_positions
-        move_on(batch, packed[-4], behind=packed[-3, len(moved) : 2 * len(moved)], wrong=wrong, out=moved, most_positions=most)
 
 
 def _keep(

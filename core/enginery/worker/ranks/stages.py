@@ -92,7 +92,9 @@ class LinkedStage:
             self.pass_on(passed, num_tokens)
         else:
             self._captured = num_tokens, passed
-        return passed if isinstance(passed, torch.Tensor) else torch.empty(num_tokens, 0, device=batch.input_ids.device)
+        return (
+            passed if isinstance(passed, torch.Tensor) else torch.empty(num_tokens, 0, dtype=self._dtype, device=self._group.device)
+        )
 
     def outside(self, capture: Capture) -> Capture:
         """One that captures what is computed here; what crosses is received before each replay, and sent behind it."""

@@ -34,7 +34,7 @@ from enginery.worker.attention_choice import (
 )
 from enginery.worker.drafts.choice import ChosenDrafter
 from enginery.worker.needs import LayerNeeds, verifying
-from enginery.worker.paths.capture import _starts
+from enginery.worker.paths.capture import _most_starts
 from enginery_attn_flashinfer.spec import make_spec as flashinfer
 from enginery_attn_flashinfer_mla import spec as flashinfer_mla
 from enginery_attn_triton.spec import make_spec as triton
@@ -247,13 +247,13 @@ def test_verifications_of_whose_requests_the_device_finds_where_they_begin(
     target, own = found
     geometry = KVGeometry(pages={FULL: 9}, page_size=16, layers=(layer,), dtype="bfloat16")
 
-    def starts(target: AttentionChoice, own: AttentionChoice, first: AttentionChoice | None = None) -> tuple[int, int]:
-        settings = SimpleNamespace(max_graph_requests=64, max_model_len=4096)
+    def starts(target: AttentionChoice, own: AttentionChoice, first: AttentionChoice | None = None) -> int:
+        settings = SimpleNamespace(max_graph_requests=64)
         attentions = [each for each in (target, first) if each is not None]
         choice = SimpleNamespace(attentions=attentions, settings=settings, parallel=SimpleNamespace(num_ranks=1))
         draft = SimpleNamespace(choice=SimpleNamespace(attention=own))
-        return _starts(choice, SimpleNamespace(pool=SimpleNamespace(geometry=geometry)), draft)  # type: ignore[arg-type]
+        return _most_starts(choice, SimpleNamespace(pool=SimpleNamespace(geometry=geometry)), draft)  # type: ignore[arg-type]
 
-    assert starts(target, own) == (expected, 4096)
+    assert starts(target, own) == expected
     no_lengths, _ = choose_attention(ASKED, registry(spec("many", 60)), of)
-    assert starts(target, no_lengths)[0] == starts(target, own, no_lengths)[0] == 0
+    assert starts(target, no_lengths) == starts(target, own, no_lengths) == 0

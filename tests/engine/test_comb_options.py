@@ -71,7 +71,7 @@ def test_as_many_guesses_are_made_as_pay_with_the_rows_that_they_take(registry: 
     engine = Engine.build(embedded(drafter="eagle", max_batch_requests=64), branching(registry, "eagle"))
     taught = list[tuple[int, int]]()
     assert engine._drafting is not None
-    monkeypatch.setattr(engine._drafting.lengths, "told", lambda drafted, accepted: taught.append((drafted, accepted)))
+    monkeypatch.setattr(engine._drafting.lengths, "told", taught.extend)
     found, _, depths = lengths_of_items(engine, requests)
     assert_told(found, expected)
     assert depths == {1, 2, 3}

@@ -98,10 +98,10 @@ class _Load:
             ratio = self.seconds[length] / was
             self.seconds.update({other: ratio * each for other, each in self.seconds.items() if other != length})
 
-    def won(self, told: float, seconds: float) -> None:
+    def won(self, length: int, told: float, seconds: float) -> None:
         """What a step that told so many tokens of a request took less than plain ones do: trials may lose some of it."""
-        if self.length and {0, self.length} <= self.seconds.keys() and (won_s := told * self.seconds[0] - seconds) > 0:
-            self.lost_s = max(-_MOST_SAVED * self.seconds[self.length], self.lost_s - _OF_GAINS * won_s)
+        if 0 < length == self.length and 0 in self.seconds and (won_s := told * self.seconds[0] - seconds) > 0:
+            self.lost_s = max(-_MOST_SAVED * self.seconds[length], self.lost_s - _OF_GAINS * won_s)
 
     def verified(self, length: int, seconds: float, *, late: bool) -> None:
         """As `DraftLength.verified`. Plain steps that began late say what they take longer for that."""
@@ -218,7 +218,7 @@ class DraftLength:
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
         if load.trial is None:
-            load.won(self.told_each_step(load.length), seconds)
+            load.won(length, self.told_each_step(length), seconds)
             if load.length and load.steps >= _BEFORE_THE_FIRST_TRIAL and 0 in load.seconds and self._gains(load, 0):
                 load.length = 0  # guesses are seldomer right than they were
             if load.steps >= load.patience:

@@ -387,6 +387,20 @@ def test_what_guesses_win_pays_for_trials() -> None:
     assert steps < 300
 
 
+def test_plain_steps_among_guesses_win_nothing() -> None:
+    """As while the draft model follows no request: what would be told with guesses was not."""
+    length = DraftLength(7, device="cuda")
+    for _ in range(4):
+        length.told([(3, 3)] * 32)
+        length.took(32, 3, 2.1)
+    for now in [length.of(32)] * 2 + [3] * 3:  # a trial of none, and one that is not begun
+        length.took(32, now, 2.1 if now else 1.0)
+    before = length._loads[5].lost_s
+    for _ in range(20):
+        length.took(32, 0, 1.0)
+    assert length._loads[5].lost_s == before
+
+
 def test_one_step_of_many_requests_that_are_alike_says_no_more_than_a_step() -> None:
     """128 requests begin together, with the same first tokens: their guesses are wrong together, as long as that lasts."""
     length = DraftLength(7)

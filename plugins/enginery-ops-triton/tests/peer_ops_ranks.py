@@ -40,16 +40,16 @@ CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are wri
     (1, 8192, torch.bfloat16),
     (8, 8192, torch.bfloat16),
     (1, 24, torch.bfloat16),
-    (61, 64, torch.float32),
-    (90, 72, torch.bfloat16),
+    (31, 64, torch.float32),
+    (46, 72, torch.bfloat16),
     (3, 64, torch.float32),
     (1, 64, torch.bfloat16),
-    (260, 64, torch.bfloat16),  # 65 blocks: a program has more of them than places
+    (130, 64, torch.bfloat16),  # 33 blocks: a program has more of them than places
     (1, 4096, torch.float32),
-    (40, 24, torch.bfloat16),
+    (20, 24, torch.bfloat16),
     (1, 4096, torch.float32),
-    (70, 520, torch.bfloat16),
-    *([(16, 64, torch.float32), (16, 64, torch.float32), (1, 1024, torch.float32)] * 8),  # a row where other programs' rows were
+    (36, 520, torch.bfloat16),
+    *([(16, 64, torch.float32), (16, 64, torch.float32), (1, 1024, torch.float32)] * 4),  # a row where other programs' rows were
 ]
 BEST = [  # rows, vocabulary, dtype; the last rank may have no column
     (3, 64, torch.float32),
@@ -59,7 +59,7 @@ BEST = [  # rows, vocabulary, dtype; the last rank may have no column
 ]
 EPS = 1e-5
 # So small that few rows are several blocks of a program.
-BLOCKS = Blocks(size=512, most_programs=8)
+BLOCKS = Blocks(size=512, most_programs=4)
 SUMS_FOR_A_BEST = 5  # a best token is one that ranks meet in: rarely, so that sums follow each other
 LATE_S, LATE_PART, LATE_READ_PART, POLL_S = 0.02, 0.1, 0.05, 0.001
 INTERPRETER = importlib.import_module("triton.runtime.interpreter")

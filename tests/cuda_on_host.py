@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,12 +23,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 COUNT: Final = 8  # devices
 _WAIT: Final = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "equal")
+_UNLIKE_OTHERS: Final = {*_WAIT, "copy_", "to", "cpu", "numpy", "__array__", "pin_memory", "cuda"}
 _ALIKE: Final = ("contiguous", "reshape", "to", "float", "flatten", "expand_as", "type_as", "long", "int")  # at times no copy
 _OF_TENSOR: Final = {
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.storage_offset),
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__len__, torch.Tensor.is_floating_point),
     *(torch.Tensor.is_contiguous, torch.Tensor.element_size, torch.Tensor.__hash__, torch.Tensor.is_inference),
 }
+_HOLDERS: Final = (tuple, list, dict)
+_NO_TENSORS: Final = {type(None), bool, int, float, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format}
 quietly: Final = torch._C.DisableTorchFunctionSubclass  # operations inside are the host's own
 
 
@@ -79,16 +82,16 @@ class OnDevice(torch.Tensor):
             with quietly():
                 found = func(*args, **kwargs)
                 return found.as_subclass(type(args[0])) if isinstance(found, torch.Tensor) else found
-        if name == "copy_":
-            return _copied(*args, **kwargs)
-        if name in ("numpy", "__array__", "pin_memory", "cuda"):
-            raise TypeError(f"{name} of a tensor of cuda:{cls.index}")
-        if name in ("to", "cpu"):
-            return _moved(func, name, *args, **kwargs)
-        if name in _WAIT:
+        if name in _UNLIKE_OTHERS:
+            if name == "copy_":
+                return _copied(*args, **kwargs)
+            if name in ("to", "cpu"):
+                return _moved(func, name, *args, **kwargs)
+            if name not in _WAIT:
+                raise TypeError(f"{name} of a tensor of cuda:{cls.index}")
             may_wait(name)
-            DEVICES[_of(args).index].waits += 1
-        if (asked := kwargs.get("device")) is not None:
+            DEVICES[_of(args, {}).index].waits += 1
+        if kwargs and (asked := kwargs.get("device")) is not None:
             assert torch.device(asked).type == "cuda", "made on the host like one of a device"
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         return launched(func, *args, **kwargs)
@@ -97,22 +100,29 @@ class OnDevice(torch.Tensor):
 CLASSES: Final = [type(f"OnDevice{index}", (OnDevice,), {"index": index}) for index in range(COUNT)]
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Those among arguments: `tree_leaves` takes five times as long, and each call of torch asks."""
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Those among arguments: `tree_leaves` takes ten times as long, and each call of torch asks."""
+    found: list[torch.Tensor] = []
     for each in values.values() if isinstance(values, dict) else values:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, tuple | list | dict):
-            yield from _tensors(each)
+        if (kind := type(each)) in _NO_TENSORS:
+            continue
+        if kind in _HOLDERS or issubclass(kind, _HOLDERS):
+            found += _tensors(each)
+        elif issubclass(kind, torch.Tensor):
+            found.append(each)
+    return found
 
 
-def _of(args: Any) -> type[OnDevice]:
+def _of(args: Any, kwargs: Any) -> type[OnDevice]:
     """The class of the tensors of a device. Raises AssertionError where there are others beside them."""
     found: type[OnDevice] | None = None
-    for each in _tensors(args):
-        if isinstance(each, OnDevice):
-            assert found in (None, type(each)), f"tensors of cuda:{found.index} and cuda:{each.index}"  # type: ignore[union-attr]
-            found = type(each)
+    for each in _tensors(args) + _tensors(kwargs) if kwargs else _tensors(args):
+        kind = type(each)
+        if kind is found:
+            continue
+        if issubclass(kind, OnDevice):
+            assert found is None, f"tensors of cuda:{found.index} and cuda:{kind.index}"
+            found = kind
         else:
             assert each.dim() == 0, f"a tensor {list(each.shape)} of the host beside those of a device"
     assert found is not None, "there is a tensor of a device"
@@ -124,7 +134,7 @@ def launched(func: Callable[..., Any], *args: Any, writes: bool = False, **kwarg
 
     writes: it does more than to give it.
     """
-    own = _of((args, kwargs))
+    own = _of(args, kwargs)
     with quietly():
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
@@ -227,8 +237,13 @@ class Graph:
         self._calls.append(_Call(func, args, kwargs, fresh and results))
 
     def _lent(self, values: Any) -> Any:
-        leaves, spec = tree_flatten(values)
-        return tree_unflatten([self._address(each) if isinstance(each, torch.Tensor) else each for each in leaves], spec)
+        if (kind := type(values)) in _NO_TENSORS:
+            return values
+        if kind is dict:
+            return {key: self._lent(each) for key, each in values.items()}
+        if kind in (tuple, list):
+            return kind([self._lent(each) for each in values])
+        return self._address(values) if issubclass(kind, torch.Tensor) else values
 
     def _address(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which is not kept: what the graph has not made itself, somebody else has to hold."""

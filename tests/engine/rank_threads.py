@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,10 +38,37 @@ from enginery.worker.ranks.stages import Follower, share_tokens
 from enginery.worker.runner import Runner
 
 
+class Turns:
+    """Of the threads of ranks one runs at a time, until it waits for another.
+
+    Each call of torch lets go of Python's lock, so threads that may run take it from each other all the time, which takes a third
+    of the processor's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def take(self) -> None:
+        self._lock.acquire()
+
+    def give(self) -> None:
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """While this thread waits."""
+        self.give()
+        try:
+            yield
+        finally:
+            self.take()
+
+
 class Meetings:
     """In place of the store through which groups find each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
         self._lock, self._found = threading.Lock(), dict[str, Meeting]()
         self._ways = dict[tuple[object, ...], queue.SimpleQueue[Any]]()
 
@@ -72,7 +100,8 @@ class ThreadGroup:
         self._store, self._name, self._meeting = store, name, store.of(name, size)
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
-        found = self._meeting.exchange(self.rank, (what, value))
+        with self._store.turns.given():
+            found = self._meeting.exchange(self.rank, (what, value))
         assert {name for name, _ in found} == {what}
         return [each for _, each in found]
 
@@ -108,7 +137,8 @@ class ThreadGroup:
         return self._store.way(self._name, self.rank, rank)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
-        found: torch.Tensor | None = self._store.way(self._name, rank, self.rank).get(timeout=50)
+        with self._store.turns.given():
+            found: torch.Tensor | None = self._store.way(self._name, rank, self.rank).get(timeout=50)
         if found is None:
             raise threading.BrokenBarrierError
         assert (found.shape, found.dtype) == (tuple(shape), dtype), "what is sent is what is waited for"
@@ -129,7 +159,7 @@ class DeviceThreadGroup:
     """
 
     def __init__(self, store: Meetings, name: str, *, rank: int, size: int, standing: Standing, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self.turns = rank, size, device, store.turns
         self._hosts = ThreadGroup(store, f"{name} on devices", rank=rank, size=size, standing=standing, host="")
         self._graphs = weakref.WeakSet[Graph]()
         self._members = set(self._hosts._exchange("devices", device.index))
@@ -199,7 +229,8 @@ class ThreadRanks:
         overlap = not on_host and asked.pp == 1 if asked.overlap is None else asked.overlap
         graphs = asked.graphs and not on_host  # threads of a host tell no exchanges
         self.options = dataclasses.replace(asked, overlap=overlap, graphs=graphs, wait_for_kernels=True)
-        self._registry, self._meetings = registry, Meetings()
+        self._registry, self.turns = registry, Turns()
+        self._meetings = Meetings(self.turns)
         self._mesh = ParallelFacts(tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, cuts_experts=asked.ep)
         count = self._mesh.num_ranks
         self._groups: dict[int, RankGroups] = {}
@@ -210,6 +241,7 @@ class ThreadRanks:
         self._threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, count)]
         for thread in self._threads:
             thread.start()
+        self.turns.take()
 
     def build(self, rank: int = 0) -> BuiltParts:
         options = dataclasses.replace(self.options, device=self._devices[rank], **self._others if rank else {})
@@ -231,20 +263,32 @@ class ThreadRanks:
         return meet
 
     def _run(self, rank: int) -> None:
+        self.turns.take()
         try:
             if (device := torch_device(self._devices[rank])).type != "cpu":
                 torch.cuda.set_device(device)
             follower = follower_of(self.build(rank), self._groups[rank])
-            self._built.wait()
+            self.meet()
             if isinstance(follower, Follower):
                 self.guesses[rank] = noted(follower._runner)
-            while (frame := self._steps[rank - 1].get()) is not None:
+            while (frame := self._next(rank)) is not None:
                 follower.run(unpack(frame))
             self._groups[rank].close()
         except BaseException as error:
             self._errors.append(error)
             self._built.abort()
             self._meetings.abort()
+        finally:
+            self.turns.give()
+
+    def meet(self) -> None:
+        """All are built."""
+        with self.turns.given():
+            self._built.wait()
+
+    def _next(self, rank: int) -> bytes | None:
+        with self.turns.given():
+            return self._steps[rank - 1].get()
 
     def send(self, step: StepInput) -> None:
         self.check()
@@ -274,8 +318,9 @@ class ThreadRanks:
     def end(self) -> None:
         for steps in self._steps:
             steps.put(None)
-        for thread in self._threads:
-            thread.join()
+        with self.turns.given():
+            for thread in self._threads:
+                thread.join()
         if 0 in self._groups:
             self._groups[0].close()
 
@@ -285,12 +330,22 @@ def on_threads(
     asked: EngineOptions, registry: Registry, *, forced_rates: Sequence[float] = (), **others: object
 ) -> Iterator[tuple[Engine, ThreadRanks]]:
     """An engine of so many ranks as are asked for. At the end all tensor ranks have made the same guesses."""
-    with patch.multiple(groups, Group=ThreadGroup, DeviceGroup=DeviceThreadGroup):
+    begin = Graph.capture_begin
+
+    def begin_beside_others(graph: Graph, *given: object, **named: object) -> None:
+        begin(graph, *given, **named)  # type: ignore[arg-type]
+        with ranks.turns.given():
+            time.sleep(0.001)
+
+    with (
+        patch.multiple(groups, Group=ThreadGroup, DeviceGroup=DeviceThreadGroup),
+        patch.object(Graph, "capture_begin", begin_beside_others),
+    ):
         ranks = ThreadRanks(asked, registry, others)
         try:
             try:
                 parts = ranks.build()
-                ranks._built.wait()
+                ranks.meet()
                 forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
                 engine = Engine(parts, registry, asked, ranks=ranks, forced=forced)
                 ranks.guesses[0] = noted(engine._runner)

@@ -86,9 +86,10 @@ def test_a_stage_far_ahead_of_the_next_overwrites_nothing(
     expected = serve(Engine.build(asked, registry), requests, aborts=["3"])
     receive = DeviceThreadGroup.receive
 
-    def late(*given: Any) -> Any:
-        time.sleep(0.005)
-        return receive(*given)
+    def late(group: DeviceThreadGroup, *given: Any) -> Any:
+        with group.turns.given():
+            time.sleep(0.005)
+        return receive(group, *given)
 
     monkeypatch.setattr(DeviceThreadGroup, "receive", late)
     with on_cuda(dataclasses.replace(asked, **mesh), registry) as (engine, _):
@@ -132,7 +133,8 @@ def test_nothing_crosses_while_a_stage_captures(registry: Registry, monkeypatch:
 
     def late(group: DeviceThreadGroup, *given: Any) -> Any:
         if not begun.is_set():
-            time.sleep(0.002)
+            with group.turns.given():
+                time.sleep(0.002)
         return receive(group, *given)
 
     def beginning(stage: LinkedStage, capture: Any) -> Any:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from cuda_on_host import CLASSES, COUNT, DEVICES, LENT, Device, Graph, OnDevice, at_address, here, may_wait, quietly
 
+from enginery.worker import warm_up
+
 _FREE_BYTES: Final = 1 << 30
 _MADE: Final = ("empty", "zeros", "ones", "full", "tensor", "arange", "as_tensor", "rand", "randn", "empty_like", "zeros_like")
 
@@ -165,4 +167,6 @@ def simulated() -> Iterator[list[Device]]:
             "graph_pool_handle": lambda: (0, 0),
         }.items():
             patch.setattr(torch.cuda, name, stands_in)
+        patch.setattr(warm_up, "LENGTHS", warm_up.LENGTHS[:1])  # no kernel differs by them here; steps of every kind are run
+        patch.setattr(warm_up, "COUNTS", warm_up.COUNTS[:1])
         yield DEVICES

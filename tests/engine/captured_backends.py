@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from offers import offering
 
 from enginery.api import (
@@ -188,17 +187,18 @@ def bind_experts(
 ) -> ExpertsFn:
     """`OpTable.bind_experts` without waiting for a device: every expert on every row."""
 
-    def weight(of: torch.Tensor | StoredWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        return of[expert] if isinstance(of, torch.Tensor) else widen(one_expert(of, expert), dtype)
+    count = len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)
+    first, second = (0, 0) if biases is None else (biases.gate_up[:, None], biases.down[:, None])  # [E, 1, columns]
+
+    def weights(of: torch.Tensor | StoredWeight, dtype: torch.dtype) -> torch.Tensor:
+        every = of if isinstance(of, torch.Tensor) else torch.stack([widen(one_expert(of, each), dtype) for each in range(count)])
+        return every.transpose(1, 2)
 
     def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for expert in range(len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)):
-            share = (routed.weights * (routed.ids == expert)).sum(-1, keepdim=True)
-            first, second = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-            hidden = gated(F.linear(x, weight(gate_up, expert, x.dtype), first), shape.activation)
-            out += F.linear(hidden, weight(down, expert, x.dtype), second) * share
-        return out.to(x.dtype)
+        is_own = routed.ids[:, :, None] == torch.arange(count, device=x.device)
+        shares = (routed.weights[:, :, None] * is_own).sum(1).T[:, :, None]  # [E, N, 1]
+        hidden = gated(torch.matmul(x, weights(gate_up, x.dtype)) + first, shape.activation)
+        return ((torch.matmul(hidden, weights(down, x.dtype)) + second) * shares).sum(0).to(x.dtype)
 
     return experts
 

@@ -1,4 +1,7 @@
-"""Compiles what ranks do together for compute capability 9.0, without a GPU: the interpreter takes what the compiler does not."""
+"""Compiles what ranks do together for compute capability 9.0, without a GPU: the interpreter takes what the compiler does not.
+
+Nobody looks at what tensors hold, so they are empty: hundreds of MiB that no page is fetched for.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ def take_early(bound: TritonPeerOps, dtype: torch.dtype) -> None:
 def main() -> None:
     compile_only.install()
     for num_ranks in (2, 3, 8):
-        parts = tuple(torch.zeros(NUM_BYTES + PART_BYTES, dtype=torch.uint8) for _ in range(num_ranks))
+        parts = tuple(torch.empty(NUM_BYTES + PART_BYTES, dtype=torch.uint8) for _ in range(num_ranks))
         bound = TritonPeerOps(PeerMemory(rank=1, parts=parts), dependent_launch=True)
         for dtype in (torch.bfloat16, torch.float32):
             for rows, columns in CALLS:
-                x, weight = torch.zeros(rows, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
-                bound.add_rms_norm(x, x.clone(), weight, 1e-5)
+                x, weight = torch.empty(rows, columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+                bound.add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
             if num_ranks == 2:
                 take_early(bound, dtype)
             bound.best(torch.zeros(3, 64_128, dtype=dtype), 64_128)

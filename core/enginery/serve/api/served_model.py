@@ -117,21 +117,20 @@ class ServedModel:
         """The conversation as text, with special tokens, by the chat template. tools: those that the model is told about."""
         options = template_options(asked, reasons=self.parsers.reasoning is not None, trusts_templates=self.trusts_templates)
         given, offered = [each.for_template() for each in asked.messages], [tool.for_template() for tool in tools]
-        full = [each | {"content": each["content"] or ""} if "tool_calls" in each else each for each in given]
+        full = [each | {"content": each["content"] or ""} for each in given]
+        merged = [each.copy() for each in full]
+        for each in merged:
+            if each["content"] and {"reasoning_content", "tool_calls"} <= each.keys():
+                each.update(content="", reasoning_content=f"{each['reasoning_content']}\n\n{each['content']}")
         whole = [tool.for_template(whole=True) for tool in tools]
-
-        async def rendered(messages: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]) -> str:
-            template = self.text.template
-            return await self.turns.render(template, partial(template.render, messages, tools=tools, **options))
-
-        try:
-            return await rendered(given, offered)
-        except RequestError:  # gpt-oss' template takes it that every tool has a description, others that every call has content
-            if (given, offered) == (full, whole):
-                raise
+        # Qwen 3's takes it that messages have content, gpt-oss' that tools are described, and thoughts or content go with calls
+        ways = [(told, listed) for listed in (offered, whole) for told in (given, full, merged)]
+        distinct = [way for place, way in enumerate(ways) if way not in ways[place + 1 :]]
+        renders = [partial(self.text.template.render, told, tools=listed, **options) for told, listed in distinct]
+        for render in renders[:-1]:
             with contextlib.suppress(RequestError):
-                return await rendered(full, whole)
-            raise
+                return await self.turns.render(self.text.template, render)
+        return await self.turns.render(self.text.template, renders[-1])
 
     async def can_render(self) -> bool:
         """Whether conversations are rendered; true where there is no template."""

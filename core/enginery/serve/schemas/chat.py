@@ -113,8 +113,8 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """The tool as a chat template reads it, without the fields that the request left out. whole: with what they stand for."""
         function = {"name": self.function.name, "description": self.function.description, "parameters": self.function.parameters}
         left_out = {"description": "", "parameters": NO_PARAMETERS} if whole else {}
-        given = {name: value for name, value in function.items() if value is not None}
-        return {"type": "function", "function": {**left_out, **given}}
+        told = {name: left_out.get(name) if value is None else value for name, value in function.items()}
+        return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
 
 
 class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

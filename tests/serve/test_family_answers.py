@@ -140,3 +140,13 @@ def test_calls_in_reasoning_that_nothing_follows_are_calls(name, closes, templat
         assert read(name, prompt, pieces) == said
     strict = [dataclasses.replace(tool, strict=True) for tool in OFFERED]
     assert read(name, prompt, [text], offered=strict)["calls"] == []
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4.7-flash", "longcat", "longcat-thinking"])
+def test_reasoning_that_is_closed_for_a_forced_call_ends_as_in_the_template(name, templates):
+    (spec,) = (spec for spec in register_parsers() if spec.name == EXPECTED[name][1])
+    variables = EXPECTED[name][2]
+    assert spec.is_inside(templates[name].render(ASKED, tools=TOOLS, variables=variables))
+    messages = [*ASKED, answer(thought="hm", content="It is.", calls=[])]
+    written = templates[name].render(messages, tools=TOOLS, variables=variables, add_generation_prompt=False)
+    assert f"hm{spec.close}It is." in written

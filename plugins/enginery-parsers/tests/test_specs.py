@@ -85,6 +85,11 @@ def test_a_template_shows_its_parsers(template: str, tokens: tuple[str, ...], ex
     assert {spec.name for spec in register_parsers() if spec.suits(facts)} == expected
 
 
+def test_minimax_m1_reasons_though_its_template_says_nothing_of_it() -> None:
+    facts = ParserFacts(architecture="MiniMaxM1ForCausalLM", chat_template=MINIMAX_M1, added_tokens=frozenset())
+    assert {spec.name for spec in register_parsers() if spec.suits(facts)} == {"minimax-m1", "think"}
+
+
 @pytest.mark.parametrize("spec", [spec for spec in register_parsers() if spec.kind == "reasoning"], ids=lambda spec: spec.name)
 def test_a_prompt_ends_within_reasoning_only_where_its_template_opens_it(spec) -> None:
     opening = {"harmony-analysis": "<|start|>assistant"}.get(spec.name, spec.tags[0])

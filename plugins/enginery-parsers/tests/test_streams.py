@@ -286,7 +286,8 @@ def test_nothing_of_any_text_is_lost_or_doubled(name: str, data: st.DataObject) 
     assert re.findall(r"w\d+w", "".join(texts)) == re.findall(r"w\d+w", text)
     is_opened = text.lstrip().startswith(("<think>", "<longcat_think>"))
     if name != "harmony-analysis" and not is_opened and all(isinstance(event, ContentText) for event in events):
-        assert "".join(texts) == text
+        first = "\n" if name in REASONING else ""
+        assert "".join(texts).lstrip(first) == text.lstrip(first)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -46,7 +46,7 @@ class ThinkParser(Reader):
         elif self._inside:
             self.events.reasoning(before)
         else:
-            self.events.content(before)
+            self.events.content(before.lstrip("\n"))  # a prompt may end with the closing tag, as GLM's does
         if opened or self._inside:
             yield from self._read_reasoning()
         while (yield from source.more()):

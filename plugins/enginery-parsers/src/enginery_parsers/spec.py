@@ -12,6 +12,8 @@ from enginery.api import Grammar, GrammarKind, OutputParser, ParserFacts, Parser
 
 _DEEPSEEK_CALLS: Final = "<\uff5ctool▁calls▁begin\uff5c>"
 _DEEPSEEK_ANSWER: Final = "<\uff5cAssistant\uff5c>"
+_ANSWERS: Final = ("<|im_start|>", _DEEPSEEK_ANSWER, "<|assistant|>")  # what the families with a parser of their own begin one with
+_SILENT: Final = ("MiniMaxM1ForCausalLM",)
 _HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>")
 _VALUE_AS_IT_IS: Final = re.compile(r"<parameter=\w+>(?!\n|\\n)")  # in the example that the template shows to the model
 
@@ -71,6 +73,11 @@ def _is_lfm2(facts: ParserFacts) -> bool:
     return "<|tool_call_start|>" in facts.added_tokens or _shows("<|tool_call_start|>")(facts)
 
 
+def _is_think(facts: ParserFacts) -> bool:
+    """MiniMax-M1 opens and closes its reasoning itself, and its template says nothing of it."""
+    return facts.architecture in _SILENT or _shows("</think>", but=_ANSWERS)(facts)
+
+
 # Whether a family's markers are special tokens differs from one tokenizer to the next, so each parser asks for them.
 def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool]) -> ParserSpec:
     return ParserSpec(
@@ -110,7 +117,6 @@ def _reasoning(
     )
 
 
-_ANSWERS: Final = ("<|im_start|>", _DEEPSEEK_ANSWER, "<|assistant|>")  # what the families with a parser of their own begin one with
 _BREAKS: Final = "\n</think>\n\n"
 
 PARSERS: Final = (
@@ -146,18 +152,18 @@ PARSERS: Final = (
         _shows("</think>", _DEEPSEEK_ANSWER),
         close=_BREAKS,
     ),
-    _reasoning("glm", "GLM 4.5 and later: <think> and </think>", _shows("</think>", "<|assistant|>"), close="</think>\n"),
+    _reasoning("glm", "GLM 4.5 and later: <think> and </think>", _shows("</think>", "<|assistant|>"), close="</think>"),
     _reasoning(
         "think",
         "others, such as Kimi, Nemotron, MiniMax, Ring: <think> and </think>",
-        _shows("</think>", but=_ANSWERS),
+        _is_think,
         close=_BREAKS,
     ),
     _reasoning(
         "longcat-think",
         "LongCat-Flash: <longcat_think> and </longcat_think>",
         _shows("</longcat_think>"),
-        close="\n</longcat_think>\n\n",
+        close="\n</longcat_think>\n",
         tags=("<longcat_think>", "</longcat_think>"),
     ),
     _reasoning(

@@ -63,6 +63,8 @@ ONE = {
     "jamba": f"<tool_calls>[\n    {OBJECT}\n]</tool_calls>",
     "minimax-m1": f"<tool_calls>\n{OBJECT}\n</tool_calls>",
     "llama3-json": f'{{"name": "get_weather", "parameters": {JSON}}}',
+    "mistral": f"[TOOL_CALLS][{OBJECT}]",
+    "mistral-args": f"[TOOL_CALLS]get_weather[ARGS]{JSON}",
     "deepseek-v3": f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}get_weather\n```json\n{JSON}\n```{CALL_END}{CALLS_END}",
     "deepseek-v3.1": f"{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{JSON}{CALL_END}{CALLS_END}",
     "kimi-k2": f"<|tool_calls_section_begin|>{KIMI_CALL}{JSON}<|tool_call_end|><|tool_calls_section_end|>",

@@ -173,6 +173,8 @@ MINIMAX_PAIR = '<parameter name="days">x</parameter>'
 AGAINST = {  # calls that the parsers read, whose arguments are wrong
     "hermes": [f"<tool_call>{blank}{call}</tool_call>" for blank in ("", "\n", " ") for call in OBJECTS],
     "llama3-json": [begin + call for begin in ("", "\n", " ", "<|python_tag|>", "<|python_tag|> ") for call in OBJECTS],
+    "mistral": [f"[TOOL_CALLS]{begin}{call}" for begin in ("[", " [", "", '[{"name": "get_time"}, ') for call in OBJECTS],
+    "mistral-args": [f"[TOOL_CALLS]{head}[ARGS]{blank}{BAD}" for head in ("get_weather", " get_weather ") for blank in ("", " ")],
     "deepseek-v3": [
         f"{CALL_BEGIN}function{SEPARATOR}get_weather{fence}{BAD}" for fence in ("\n```json\n", "\n```\n", "\n", "```json")
     ],
@@ -218,6 +220,8 @@ BEGINS = {  # of a call, as the grammars write it
     "jamba": ["<tool_calls>"],
     "minimax-m1": ["<tool_calls>"],
     "llama3-json": ['{"name": "'],
+    "mistral": ["[TOOL_CALLS]"],
+    "mistral-args": ["[TOOL_CALLS]"],
     "kimi-k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
     "minimax-text": ["<function_call>"],
     "glm4": ["<tool_call>"],

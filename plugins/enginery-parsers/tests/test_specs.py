@@ -41,6 +41,8 @@ LONGCAT = "{{ 'ASSISTANT:' }}{{ '<longcat_tool_call>\\n' + call | tojson + '\\n<
 LONGCAT_THINKING = "<longcat_think>{{ r }}</longcat_think><longcat_tool_call>{{ name }}<longcat_arg_key>{{ k }}</longcat_arg_key>"
 GPT_OSS = '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}'
 GEMMA = "{{ bos_token }}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
+MISTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS][' }}{{- tool_call.function | tojson }}{{- ']' + eos_token }}"
+DEVSTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}"
 CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
 
 
@@ -73,6 +75,8 @@ CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_en
         (GEMMA, (), set()),
         (LLAMA31, ("<|python_tag|>",), {"llama3-json"}),
         (LLAMA31, (), set()),
+        (MISTRAL, (), {"mistral"}),
+        (DEVSTRAL, (), {"mistral-args"}),
         (R1, (), {"deepseek-v3", "deepseek-r1"}),
         (V31, (), {"deepseek-v3.1", "deepseek-r1"}),
         (GLM45, (), {"glm4", "glm"}),

@@ -40,6 +40,7 @@ ALIKE = {
     "nemotron": ("hermes", r"(?<=<)(/?)tool_(ca(?:ll)?)", lambda match: f"{match[1]}TOOL{match[2].upper()}"),
     "jamba": ("hermes", r"tool_call>", "tool_calls>"),
     "minimax-m1": ("nemotron", r"TOOLCALL>", "tool_calls>"),
+    "mistral": ("mistral-args", r"$^", ""),  # one parser reads both
     "longcat-think": ("reasoning", r"(?<=<)(/?)(?=thi)", r"\1longcat_"),
 }
 TOOLS = (
@@ -231,6 +232,8 @@ PARTS_OF = {
     "minimax-text": ["<function_call>", "```typescript\nfunctions.", "functions.", "get_time(", ")\n", "```"],
     "nemotron": ["<TOOLCALL>[", "<TOOLCALL>", "]</TOOLCALL>", "</TOOLCALL>", '{"name": "get_time"}', "}}, "],
     "jamba": ["<tool_calls>[", "<tool_calls>", "]</tool_calls>", "</tool_calls>", '{"name": "get_time"}', "}}, "],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "get_time"}', "]", "}}, ", '"id": "abc123def"'],
+    "mistral-args": ["[TOOL_CALLS]", "[TOOL_CALLS]get_time", "[ARGS]", "[ARGS]{}", "[CALL_ID]abc123def"],
     "longcat": ["<longcat_tool_call>", "</longcat_tool_call>"],
     "longcat-tags": [
         *("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>"),
@@ -314,6 +317,13 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.feed('is"') == [ArgumentsText(0, 'is"')]
     assert parser.feed("}") == [ArgumentsText(0, "}"), ToolCallEnded(0, complete=True)]
     assert parser.feed("}</tool_call>") == []
+
+
+@pytest.mark.parametrize("text", ['[TOOL_CALLS][{"name": "get_time"}]', "[TOOL_CALLS]get_time[ARGS]{}"])
+def test_ids_of_mistrals_calls_are_as_long_as_its_templates_demand(text: str) -> None:
+    parser = SPECS["mistral"].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_" + "0123456789abcdef" * 2))
+    (begun,) = (event for event in parser.feed(text) if isinstance(event, ToolCallBegun))
+    assert re.fullmatch("[0-9a-z]{9}", begun.id)
 
 
 def test_strings_of_glm_are_streamed_as_they_come() -> None:

@@ -197,7 +197,8 @@ class ObjectParser(CallParser):
         yield from self.read_call_object()
         while self._written.several and (yield from self.another(",", "{")):
             yield from self.read_call_object()
-        yield from self.skip(*(["]"] if is_list else []), self._written.end, blanks=self.source.release())
+        closing = ("]" if is_list else "", self._written.end)
+        yield from self.skip(*filter(None, closing), blanks=self.source.release())
 
 
 class LlamaParser(CallParser):

@@ -17,6 +17,7 @@ from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_E
 from enginery_parsers.framed import KIMI, MINIMAX_TEXT
 from enginery_parsers.harmony import CALL, CHANNEL, END, MESSAGE, RETURN, START
 from enginery_parsers.lark import json_answer, json_value, literal, pattern, up_to
+from enginery_parsers.mistral import ARGUMENTS, MISTRAL
 from enginery_parsers.pythonic import LFM2
 from enginery_parsers.tagged import GLM, MIMO, MINIMAX, QWEN, TaggedFormat, argument_types
 from enginery_parsers.tagged import LONGCAT as LONGCAT_TAGS
@@ -292,6 +293,8 @@ FORCED_BY: Final[Mapping[str, Callable[[Asked], Grammar | None]]] = {
     "jamba": _list_of_objects(TOOL_CALLS, opens="[\n    ", between=",\n    ", closes="\n]"),
     "minimax-m1": _list_of_objects(TOOL_CALLS, opens="\n", between="\n", closes="\n"),
     "llama3-json": ForceLlama(_LLAMA, '", "parameters": ', "}", trigger=_LLAMA, between="; "),
+    "mistral": _list_of_objects(MISTRAL, opens="[", between=", ", closes="]"),
+    "mistral-args": ForceJson(MISTRAL.begin, ARGUMENTS, "", trigger=MISTRAL.begin),
     "deepseek-v3": ForceJson(
         f"{CALL_BEGIN}function{SEPARATOR}",
         "\n```json\n",

@@ -12,6 +12,7 @@ from enginery_parsers.calls import LlamaParser, ObjectParser
 from enginery_parsers.deepseek import DEEPSEEK, DeepSeekV3Parser
 from enginery_parsers.framed import FramedParser
 from enginery_parsers.harmony import HarmonyParser, HarmonyReasoning
+from enginery_parsers.mistral import MistralParser
 from enginery_parsers.pythonic import PythonicParser
 from enginery_parsers.reasoning import ThinkParser
 from enginery_parsers.tagged import TaggedParser
@@ -23,6 +24,8 @@ MADE_BY: Final[Mapping[str, Callable[[ParserSetup], OutputParser]]] = {
     "jamba": partial(ObjectParser, written=calls.TOOL_CALLS),
     "minimax-m1": partial(ObjectParser, written=calls.TOOL_CALLS),
     "llama3-json": LlamaParser,
+    "mistral": MistralParser,
+    "mistral-args": MistralParser,
     "deepseek-v3": partial(DeepSeekV3Parser, written=DEEPSEEK),
     "deepseek-v3.1": partial(FramedParser, written=DEEPSEEK),
     "kimi-k2": partial(FramedParser, written=framed.KIMI),

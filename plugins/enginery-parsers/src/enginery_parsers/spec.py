@@ -126,6 +126,10 @@ PARSERS: Final = (
         _shows("<tool_call>", but=("<arg_key>", "<function=")),
     ),
     _tools("llama3-json", "Llama 3.1 to 3.3: JSON objects", _shows('"parameters": ', token="<|python_tag|>")),
+    _tools("mistral", "Mistral to Small 3.1: a JSON list behind [TOOL_CALLS]", _shows("[TOOL_CALLS]", but=("[ARGS]",))),
+    _tools(
+        "mistral-args", "Mistral Small 3.2, Devstral: a name, [ARGS] and JSON behind [TOOL_CALLS]", _shows("[TOOL_CALLS]", "[ARGS]")
+    ),
     _tools("deepseek-v3", "DeepSeek V3, R1 and distilled models: fenced JSON between markers", _shows(_DEEPSEEK_CALLS, "```json")),
     _tools("deepseek-v3.1", "DeepSeek V3.1: JSON between markers", _shows(_DEEPSEEK_CALLS, but=("```json",))),
     _tools("glm4", "GLM 4.5 and later: tagged arguments in <tool_call>", _shows("<tool_call>", "<arg_key>")),

@@ -146,6 +146,14 @@ def test_one_call_at_most_where_they_are_not_parallel(name: str) -> None:
     assert not accepts(free(name, parallel=False), more)
 
 
+@pytest.mark.parametrize("breaks", ["", "\n", "\n\n"])
+def test_a_call_without_arguments_may_end_behind_a_blank_line_as_ling_writes_it(breaks: str) -> None:
+    text = f"<tool_call>get_time{breaks}</tool_call>"
+    assert accepts(SPECS["glm4"].force((WEATHER, TIME), None, parallel=True, required=True), text)
+    assert accepts(free("glm4"), text)
+    assert calls("glm4", text) == [("get_time", {})]
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_reasoning_is_free_even_if_it_speaks_of_calls(name: str) -> None:
     call, wrong = (ONE[name].replace("DAYS", days) for days in ("3", "no"))

@@ -190,7 +190,7 @@ class ForceTagged:
             if asked.required or tool.strict:
                 arguments, of_tool = self._arguments.rules(tool, index)
                 rules += of_tool
-            calls.append(f'{literal(tool.name + written.name_end)} "\\n"? {arguments} {literal(written.end)}')
+            calls.append(f'{literal(tool.name + written.name_end)} "\\n"? "\\n"? {arguments} {literal(written.end)}')
         leads = [f"lead[lazy]: {up_to(written.begin)}"]
         piece = whole = "call"
         if written.section:

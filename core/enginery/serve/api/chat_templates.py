@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Final, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Final
 
 from enginery.errors import RequestError
-from enginery.serve.schemas.chat import ChatRequest, Effort
+from enginery.serve.schemas.chat import ChatRequest, Effort, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck
 
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
@@ -17,19 +19,8 @@ _PROBE_S: Final = 2.0
 _PROBE_AGAIN_S: Final = 1.0
 
 
-class RenderOptions(TypedDict):
-    """Arguments of `ChatTemplate.render` besides messages and tools."""
-
-    template: str | None
-    variables: Mapping[str, object]
-    switches: Mapping[str, object]
-    needs_switch: bool
-    add_generation_prompt: bool | None
-    continue_final_message: bool
-
-
-def template_options(asked: ChatRequest, *, reasons: bool, trusts_templates: bool) -> RenderOptions:
-    """How to render a conversation. reasons: a parser of reasoning suits the model. Raises `RequestError`.
+def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trusts_templates: bool) -> Callable[..., str]:
+    """Renders messages and tools as the request asks. reasons: a parser of reasoning suits the model. Raises `RequestError`.
 
     An effort is the template's variable of that name, and the switch with which the model reasons or does not; a template without
     them goes without. "none" needs one where the model reasons, as does a switch that is off in `chat_template_kwargs`.
@@ -41,14 +32,33 @@ def template_options(asked: ChatRequest, *, reasons: bool, trusts_templates: boo
     switches = {} if effort is None else _switches_of(effort, variables)
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}
-    return {
-        "template": asked.chat_template,
-        "variables": variables,
-        "switches": switches,
-        "needs_switch": effort == "none" and reasons and not variables.keys() & switches.keys(),
-        "add_generation_prompt": asked.add_generation_prompt,
-        "continue_final_message": asked.continue_final_message is True,
-    }
+    return partial(
+        template.render,
+        template=asked.chat_template,
+        variables=variables,
+        switches=switches,
+        needs_switch=effort == "none" and reasons and not variables.keys() & switches.keys(),
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message is True,
+    )
+
+
+def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool]) -> list[tuple[list[dict[str, object]], ...]]:
+    """Tools and messages, first as they are, then for templates that want more or less.
+
+    Qwen 3's takes it that messages have content; gpt-oss' that tools are described, and that thoughts or content go with calls.
+    """
+    offered, whole = [tool.for_template() for tool in tools], [tool.for_template(whole=True) for tool in tools]
+    given = [message.for_template() for message in asked.messages]
+    full = [message | {"content": message["content"] or ""} for message in given]
+    ways = list(product((offered, whole), (given, full, list(map(_with_one_thought, full)))))
+    return [way for place, way in enumerate(ways) if way not in ways[place + 1 :]]
+
+
+def _with_one_thought(message: dict[str, object]) -> dict[str, object]:
+    if not message["content"] or not {"reasoning_content", "tool_calls"} <= message.keys():
+        return message
+    return message | {"content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
 
 
 def _switches_of(effort: Effort, variables: Mapping[str, object]) -> dict[str, object]:

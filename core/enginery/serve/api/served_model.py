@@ -14,7 +14,7 @@ from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, SamplingParams, check_token_ids, choices_of
 from enginery.errors import RequestError
 from enginery.serve.api.answer_parsers import NO_PARSERS, Parsers
-from enginery.serve.api.chat_templates import TemplateTurns, template_options
+from enginery.serve.api.chat_templates import TemplateTurns, renderer, ways_to_tell
 from enginery.serve.http.caller import caller
 from enginery.serve.http.faults import NoSuchModel
 from enginery.serve.schemas.chat import ChatRequest, FunctionTool
@@ -115,22 +115,13 @@ class ServedModel:
 
     async def render(self, asked: ChatRequest, *, tools: Sequence[FunctionTool]) -> str:
         """The conversation as text, with special tokens, by the chat template. tools: those that the model is told about."""
-        options = template_options(asked, reasons=self.parsers.reasoning is not None, trusts_templates=self.trusts_templates)
-        given, offered = [each.for_template() for each in asked.messages], [tool.for_template() for tool in tools]
-        full = [each | {"content": each["content"] or ""} for each in given]
-        merged = [each.copy() for each in full]
-        for each in merged:
-            if each["content"] and {"reasoning_content", "tool_calls"} <= each.keys():
-                each.update(content="", reasoning_content=f"{each['reasoning_content']}\n\n{each['content']}")
-        whole = [tool.for_template(whole=True) for tool in tools]
-        # Qwen 3's takes it that messages have content, gpt-oss' that tools are described, and thoughts or content go with calls
-        ways = [(told, listed) for listed in (offered, whole) for told in (given, full, merged)]
-        distinct = [way for place, way in enumerate(ways) if way not in ways[place + 1 :]]
-        renders = [partial(self.text.template.render, told, tools=listed, **options) for told, listed in distinct]
-        for render in renders[:-1]:
+        template, reasons = self.text.template, self.parsers.reasoning is not None
+        render = renderer(template, asked, reasons=reasons, trusts_templates=self.trusts_templates)
+        *others, last = [partial(render, messages, tools=told) for told, messages in ways_to_tell(asked, tools)]
+        for each in others:
             with contextlib.suppress(RequestError):
-                return await self.turns.render(self.text.template, render)
-        return await self.turns.render(self.text.template, renders[-1])
+                return await self.turns.render(template, each)
+        return await self.turns.render(template, last)
 
     async def can_render(self) -> bool:
         """Whether conversations are rendered; true where there is no template."""

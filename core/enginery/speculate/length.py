@@ -34,7 +34,8 @@ from enginery.speculate.combs import num_verified
 
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
 HOST_LENGTHS: Final = (0, 1, 3, 7)  # a guess of the host costs a row alone, and each length is captured for each number of requests
-# Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
+# Up to so many requests begin with so many guesses, others with none, but for those of which half as many were measured: they begin
+# with what was found for these. On CPUs each row costs, on GPUs few do.
 FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
@@ -235,7 +236,9 @@ class DraftLength:
         size = (num_requests - 1).bit_length()
         if size in self._loads:
             return self._loads[size]
-        wanted = next((length for most, length in self._first if num_requests <= most), 0)
+        wanted, below = next((length for most, length in self._first if num_requests <= most), 0), self._loads.get(size - 1)
+        if below is not None and below.patience > _BEFORE_THE_FIRST_TRIAL:
+            wanted = below.length
         most_rows = self._most_rows >> size  # of a request: its own, and those of guesses and of what is beside them
         lengths = [length for length in self._lengths if not length or 1 + num_verified(length, self._siblings) <= most_rows]
         begun = max(length for length in lengths if length <= wanted)

@@ -113,6 +113,18 @@ def test_other_loads_begin_with_guesses_unless_they_were_seldom_right(num_right:
     assert length.of(128) == begins
 
 
+@pytest.mark.parametrize(("a_verification_s", "begins"), [(2.1, 5), (9.0, 0)])
+def test_a_load_begins_with_what_was_found_for_half_as_many(a_verification_s: float, begins: int) -> None:
+    length = DraftLength(5, device="cuda")
+
+    def seconds(taken: int) -> float:
+        return a_verification_s + 0.05 * taken if taken else 1.0
+
+    lengths_over(length, seconds, chances=[0.85] * 5, num_requests=32, steps=2000)
+    assert length.found(32) == begins
+    assert (length.found(64), length.found(128)) == (begins, 1), "of 128 no half is known"
+
+
 @pytest.mark.parametrize(("chance", "fewest", "most"), [(0.0, 0, 3), (0.3, 4, 8)])
 def test_trials_are_seldom_where_guesses_could_not_pay_if_they_cost_nothing(chance: float, fewest: int, most: int) -> None:
     taken = lengths_over(DraftLength(7), lambda length: 1 + 0.5 * length, chances=[chance] * 7, num_requests=64, steps=8000)

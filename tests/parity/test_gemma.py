@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, made of the core's blocks alone, equal transformers: on one rank and several, and in the engine."""
+"""Gemma 1, 2 and 3, made of the core's blocks alone, equal transformers: on one rank and several, and in the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options, rounding_error
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
+from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, GemmaConfig
 
 import enginery_model_gemma
 from enginery.config.schema import EngineOptions
@@ -22,6 +22,7 @@ from enginery.testing.kits.weights import WholeTensors
 SIZES = dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=24)
 KINDS = ["sliding_attention", "full_attention"] * 2
 GEMMAS = {
+    "gemma": GemmaConfig(**shape(head_dim=24, hidden_act="gelu")),
     "gemma2": Gemma2Config(**shape(**SIZES, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
     "gemma3": Gemma3TextConfig(**shape(**SIZES, layer_types=KINDS)),
 }
@@ -45,9 +46,12 @@ def test_the_blocks_give_transformers_logits(oracle: Oracle) -> None:
     torch.testing.assert_close(answer.logits, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
 
 
-def test_sums_that_are_normed_by_themselves_begin_behind_products(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_sums_that_are_normed_by_themselves_begin_behind_products(
+    write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.delattr(ThreadCollectives, "summed_early")
-    run(oracle, tensor_size=2)
+    run(write_oracle(name, GEMMAS[name]), tensor_size=2)
 
 
 @pytest.mark.parametrize("tensor_size", [2, 4])

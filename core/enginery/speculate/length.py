@@ -126,6 +126,14 @@ class _Load:
         return tried if self.lost_s + lost_s <= _MOST_LOST * self.spent_s else best
 
 
+def _first_length(loads: Mapping[int, _Load], num_requests: int, first: Sequence[tuple[int, int]]) -> int:
+    """What was found for half as many requests, once there was a trial; else of `first`."""
+    half = loads.get((num_requests - 1).bit_length() - 1)
+    if half is not None and half.patience > _BEFORE_THE_FIRST_TRIAL:
+        return half.length
+    return next((length for most, length in first if num_requests <= most), 0)
+
+
 class DraftLength:
     """most: no longer than that. fixed: always so many, or those that have rows, and one at least, as a draft model that guesses
     nothing loses track. device: its kind, for what to begin with.
@@ -236,9 +244,7 @@ class DraftLength:
         size = (num_requests - 1).bit_length()
         if size in self._loads:
             return self._loads[size]
-        wanted, below = next((length for most, length in self._first if num_requests <= most), 0), self._loads.get(size - 1)
-        if below is not None and below.patience > _BEFORE_THE_FIRST_TRIAL:
-            wanted = below.length
+        wanted = _first_length(self._loads, num_requests, self._first)
         most_rows = self._most_rows >> size  # of a request: its own, and those of guesses and of what is beside them
         lengths = [length for length in self._lengths if not length or 1 + num_verified(length, self._siblings) <= most_rows]
         begun = max(length for length in lengths if length <= wanted)

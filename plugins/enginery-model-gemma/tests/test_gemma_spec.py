@@ -16,9 +16,9 @@ SECOND = SIZES | {"architectures": ["Gemma2ForCausalLM"], "max_position_embeddin
 THIRD = SIZES | {"architectures": ["Gemma3ForCausalLM"], "max_position_embeddings": 64}
 
 
-def test_both_are_offered() -> None:
+def test_all_are_offered() -> None:
     offered = {name for spec in register_models() for name in spec.architectures}
-    assert offered == {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert offered == {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
 
 
 def test_files_of_the_hub_have_windows_by_their_pattern() -> None:

@@ -22,9 +22,9 @@ CONFIG = dict(
 MIXTRAL = CONFIG | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def test_llama_mistral_and_mixtral_are_offered() -> None:
-    offered = {name for spec in register_models() for name in spec.architectures}
-    assert offered == {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"}
+def test_llama_and_its_relatives_are_offered() -> None:
+    offered = {name.removesuffix("ForCausalLM") for spec in register_models() for name in spec.architectures}
+    assert offered == {"Llama", "Mistral", "Mixtral", "Phi3", "SmolLM3", "Granite"}
 
 
 def test_left_out_heads_and_head_dim_follow_from_the_rest() -> None:
@@ -43,6 +43,12 @@ def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
     assert shape(mistral | {"sliding_window": 8}).windows == (8, 8, 8)
     assert shape(mistral | {"sliding_window": None}).windows == (None, None, None)
     assert shape(mistral).windows == (4096, 4096, 4096)
+
+
+def test_phi_3_has_a_window_where_contexts_fill_it() -> None:
+    phi = CONFIG | {"architectures": ["Phi3ForCausalLM"]}
+    assert shape(phi | {"sliding_window": 16}).windows == (16, 16, 16)
+    assert shape(phi | {"sliding_window": 262_144}).windows == shape(phi).windows == (None, None, None)
 
 
 def test_mixtral_has_experts_in_every_layer_and_no_window_unless_it_is_stated() -> None:

@@ -1,9 +1,10 @@
-"""Gemma 2 and 3 (text)."""
+"""Gemma 1, 2 and 3 (text)."""
 
 from enginery.api import ModelSpec, hookimpl
 from enginery_model_gemma.spec import build, describe
 
 FAMILIES = {
+    "gemma": ("GemmaForCausalLM",),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
 }

@@ -26,10 +26,11 @@ NORMS: Final = NormNames(
     mlp="pre_feedforward_layernorm",
     mlp_out="post_feedforward_layernorm",
 )
-GELU: Final = {"gelu_pytorch_tanh": Activation(kind="gelu_tanh")}
+GELU: Final = {"gelu_pytorch_tanh": Activation(kind="gelu_tanh")}  # Gemma 1's files say "gelu" and mean the same
 WINDOW, EVERYTHING = "sliding_attention", "full_attention"
 
-# For files that leave them out: the defaults of transformers' Gemma2Config and Gemma3TextConfig.
+# For files that leave them out: the defaults of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig.
+FIRST: Final[dict[str, Any]] = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 COMMON: Final[dict[str, Any]] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -49,16 +50,21 @@ BESIDE_IMAGES: Final[dict[str, Any]] = {  # whose files on the hub leave these o
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Gemma's shape: sandwich norms with 1 + w, a scaled embedding, windows between layers that see everything.
+    """Gemma's shape: norms with 1 + w and a scaled embedding; but for the first, more norms, and windows between other layers.
 
     Where Gemma 3 is beside a model for images, `text_config` has it, and its weights have longer names.
     """
-    is_third, stem = "Gemma2ForCausalLM" not in config["architectures"], "model"
+    architectures, stem = config["architectures"], "model"
+    is_first, is_third = "GemmaForCausalLM" in architectures, "Gemma2ForCausalLM" not in architectures
     if "text_config" in config:
         config, stem = {**BESIDE_IMAGES, **config["text_config"]}, "language_model.model"
-    config = {**(THIRD if is_third else SECOND), **config}
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
+    if is_first:
+        config, bias = {**FIRST, **config}, bool(config.get("attention_bias", False))
+        first = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, activations=GELU | {"gelu": GELU["gelu_pytorch_tanh"]})
+        return dataclasses.replace(first, norm_offset=1.0, embedding_scale=first.hidden_size**0.5)
+    config = {**(THIRD if is_third else SECOND), **config}
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
     if is_third and EVERYTHING in (ropes := config.get("rope_parameters") or {}):  # as transformers 5 writes it
         local = {**config, "rope_parameters": ropes[WINDOW], "rope_scaling": None}

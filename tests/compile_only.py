@@ -1,14 +1,17 @@
 """Triton compiles for compute capability 9.0 and launches nothing, so that a machine without a GPU finds what does not compile.
 
-The interpreter takes what the compiler refuses: a name that holds another type after a branch, a shape known only when it runs. Run
-in a process of its own without TRITON_INTERPRET, and call what launches kernels with tensors on the CPU; results mean nothing.
+The interpreter takes what the compiler refuses: a name that holds another type after a branch, a shape known only when it runs.
+Tests `run` scripts that import this too: they call what launches kernels with tensors on the CPU, and results mean nothing.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +19,17 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.runtime import cache
 
 SHARED_BYTES = 227 << 10  # that a block may have
+
+
+def run(script: Path) -> None:
+    """In a process of its own without TRITON_INTERPRET, where triton is imported for the compiler."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    made = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=150, check=False)
+    assert made.returncode == 0, made.stderr
 
 
 class _Device:
@@ -70,6 +82,7 @@ class HopperCompiler(DriverBase):
 def install() -> None:
     """For the rest of the process."""
     triton.runtime.driver.set_active(HopperCompiler())
+    cache.triton_key = lambda: triton.__version__  # of kernels in Triton's cache: its own is a hash of 0.5 GB, 2 s in each process
 
 
 def stack_bytes(cubin: bytes) -> int:

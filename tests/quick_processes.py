@@ -2,8 +2,9 @@
 
 `subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks. What it forks
 is a child of this process as any other is, with its own arguments, environment, files and working directory, and goes on as a
-fresh interpreter would. A server that was made so forks its own children itself. Everything else is started as always, and with
-FULL_TESTS=1 and on a CUDA device all is; so is what a test with the fixture `own_processes` starts.
+fresh interpreter would. A server that was made so forks its own children itself. Scripts that compile kernels are forked too, as
+they import torch. Everything else is started as always, and with FULL_TESTS=1 and on a CUDA device all is; so is what a test with
+the fixture `own_processes` starts.
 
 What differs: modules are there that the command did not import (tests/meta/test_cheap_start.py starts its own processes), variables
 that are read when torch is imported must be those of the test process, and what happens after `atexit` does not happen.
@@ -50,6 +51,7 @@ SCRIPTS = (
     "serve/fake_server.py",
     "serve/fake_engine.py",
 )
+COMPILES = "/tests/hopper_"  # in the names of scripts that `compile_only` runs
 IMPORTED = (
     *("enginery.cli.main", "enginery.serve.server", "enginery.engine.engine", "enginery.serve.engine.process", "enginery.llm.llm"),
     "enginery.engine.ranks.process",
@@ -188,7 +190,8 @@ def _is_of_the_engine(command: Any) -> bool:
     if isinstance(command, str | bytes | os.PathLike) or len(command) < 2 or str(command[0]) != sys.executable:
         return False
     first, *rest = [str(each) for each in command[1:] if each != "-P"]
-    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and _also_code) or first.endswith(SCRIPTS)
+    is_script = first.endswith(SCRIPTS) or COMPILES in first
+    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and _also_code) or is_script
 
 
 def _is_small(command: Any) -> bool:

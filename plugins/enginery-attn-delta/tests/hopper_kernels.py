@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
+import torch
 
 from enginery_attn_delta.kernels import recurrence
 from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, recur, scan

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import compile_only
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,11 +187,7 @@ def test_selective_scans(lengths: list[int], device: str) -> None:
 
 
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
-    """In a process of its own, where triton is imported for the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("hopper_kernels.py")
-    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert made.returncode == 0, made.stderr
+    compile_only.run(Path(__file__).with_name("hopper_kernels.py"))
 
 
 @on_devices

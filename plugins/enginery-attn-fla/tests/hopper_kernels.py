@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
+import torch
 
 from enginery.api import RecurrentFacts, RecurrentWeights
 from enginery_attn_fla.delta_inputs import prepare_delta

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import compile_only
 import pytest
 import torch
 from few_checks import few
@@ -97,8 +96,4 @@ class TestFlaOnCuda(AttnBackendSuite):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="it is compiled by Triton")
 def test_the_kernel_before_chunks_compiles_for_hopper_without_a_gpu() -> None:
-    """In a process of its own, where triton is imported for the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("hopper_kernels.py")
-    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
-    assert made.returncode == 0, made.stderr
+    compile_only.run(Path(__file__).with_name("hopper_kernels.py"))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import compile_only
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
-import compile_only
 
 from enginery.api import AttnLayerFacts, LatentFacts
 from enginery_attn_triton.launch import Memory, Scores, run_decode

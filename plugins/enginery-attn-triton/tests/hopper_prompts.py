@@ -4,14 +4,10 @@ with drafts, and with lengths of the device."""
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import compile_only
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
-import compile_only
 
 from enginery.api import AttnLayerFacts
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill

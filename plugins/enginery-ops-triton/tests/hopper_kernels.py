@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import compile_only
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,6 +40,7 @@ def compiled(kernel: triton.JITFunction, blocks: Float4Blocks, block: ProductBlo
 
 
 def main() -> None:
+    compile_only.install()
     for sizes, num_tokens in ((SIZES, 1), (SIZES, 32), (SIZES, 8192), (DIRECT, 1), (DIRECT, 32), (DIRECT, 256)):
         blocks = float4_blocks_for(4 * num_tokens, 4, sizes)
         assert blocks.direct == sizes.has_direct

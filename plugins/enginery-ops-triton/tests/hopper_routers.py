@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compile_only
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,6 +22,7 @@ KINDS = (
 
 
 def main() -> None:
+    compile_only.install()
     for kind in KINDS:
         for logits in ("*bf16", "*fp32"):
             packed = logits == "*bf16" and not kind["BIAS"] and kind["NUM_GROUPS"] == 1

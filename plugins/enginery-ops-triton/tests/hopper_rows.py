@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
 import torch
 import triton
@@ -91,6 +87,7 @@ def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
 
 
 def main() -> None:
+    compile_only.install()
     for columns in (2048, 2304, 4096):
         shape = matvec_shape(columns)
         sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)

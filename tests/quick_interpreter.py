@@ -22,7 +22,7 @@ def install(interpreter: Any) -> None:
     _unwrap_tensors_at_once(core)
     _broadcast_only_what_differs(interpreter.TritonSemantic)
     _pair_what_needs_no_promotion(interpreter.TritonSemantic, core)
-    _widen_by_a_shift(interpreter)
+    _convert_by_a_shift(interpreter)
     _look_for_no_overflow(interpreter.interpreter_builder)
     _patch_once(interpreter)
 
@@ -175,13 +175,19 @@ def _pair_what_needs_no_promotion(semantic: Any, core: Any) -> None:
     semantic.binary_op_type_checking_impl = quick
 
 
-def _widen_by_a_shift(interpreter: Any) -> None:
-    """bfloat16 to float32: its bits are the upper half. The way back stays Triton's."""
+def _convert_by_a_shift(interpreter: Any) -> None:
+    """bfloat16 to float32 and back: its bits are the upper half. Triton's own stay subnormal numbers and what is rounded."""
     convert, numpy = interpreter._convert_float, interpreter.np
+    to_even = interpreter._ir.ROUNDING_MODE.RTNE
 
     def quick(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source.name == "bf16" and target.name == "fp32":
             return values.astype(numpy.uint32) << numpy.uint32(16)
+        if source.name == "fp32" and target.name == "bf16":
+            bits = values.view(numpy.uint32)
+            size = bits & numpy.uint32(0x7FFFFFFF)
+            if not ((size - numpy.uint32(1) < 0x7FFFFF).any() or (rounding == to_even and (bits & numpy.uint32(0x8000)).any())):
+                return (bits >> numpy.uint32(16)).astype(numpy.uint16)
         return convert(values, source, target, rounding)
 
     interpreter._convert_float = quick

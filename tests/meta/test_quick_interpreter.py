@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -76,3 +77,22 @@ def test_bfloat16_is_widened_as_torch_widens_it() -> None:
     found = torch.from_numpy(found.view("int32"))
     assert torch.equal(found[~nan], expected[~nan])
     assert found.view(torch.float32)[nan].isnan().all()
+
+
+@pytest.mark.parametrize("rounding", [None, interpreter._ir.ROUNDING_MODE.RTNE])
+def test_bfloat16_is_narrowed_as_triton_narrows_it(rounding: Any) -> None:
+    """Numbers whose lower half is empty, as they are once they have been rounded, and others."""
+    spec = importlib.util.spec_from_file_location("triton.runtime.plain_interpreter", interpreter.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    plain = importlib.util.module_from_spec(spec)
+    with patch.dict(sys.modules, {spec.name: plain}):  # dataclasses look for it
+        spec.loader.exec_module(plain)
+    halves = torch.arange(2**16, dtype=torch.int64) << 16
+    normal = halves[(halves & 0x7F800000 != 0) | (halves & 0x7FFFFFFF == 0)]
+    for bits in (normal, normal + 0x7FFF, normal + 0x8000, normal + 0xFFFF, halves, halves + 1):
+        values = bits.to(torch.uint32).view(torch.float32).numpy()
+        found = interpreter._convert_float(values, core.float32, core.bfloat16, rounding)
+        expected = plain._convert_float(values, core.float32, core.bfloat16, rounding)
+        assert found.dtype == expected.dtype
+        assert (found == expected).all()

@@ -1,5 +1,4 @@
-"""Ranks that take sums within norms and find best tokens, each a process in the interpreter, over shared memory:
-`python .. RANKS AHEAD`.
+"""Ranks that take sums within norms and find best tokens, each a process in the interpreter, over shared memory.
 
 What each gave is compared with float64, and with the other ranks bit by bit. All but the first are late now and then, where they
 would read what was overwritten if it were not kept long enough.
@@ -9,13 +8,11 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import quick_interpreter
 import torch
 import torch.multiprocessing as mp
 
@@ -29,27 +26,27 @@ CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are wri
     (1, 64, torch.float32),
     (1, 64, torch.float32),
     (1, 24, torch.bfloat16),
-    (11, 64, torch.float32),
+    (6, 64, torch.float32),
     (3, 64, torch.float32),
     (2, 12288, torch.bfloat16),
     (2, 8000, torch.float32),
-    (11, 520, torch.float32),
-    (19, 72, torch.bfloat16),
+    (6, 520, torch.float32),
+    (17, 72, torch.bfloat16),  # more than few of four ranks
     (1, 64, torch.float16),
-    (9, 64, torch.bfloat16),
+    (5, 64, torch.bfloat16),
     (1, 8192, torch.bfloat16),
-    (8, 8192, torch.bfloat16),
+    (3, 8192, torch.bfloat16),
     (1, 24, torch.bfloat16),
-    (31, 64, torch.float32),
-    (46, 72, torch.bfloat16),
+    (22, 64, torch.float32),  # of three ranks
+    (23, 72, torch.bfloat16),
     (3, 64, torch.float32),
     (1, 64, torch.bfloat16),
-    (130, 64, torch.bfloat16),  # 33 blocks: a program has more of them than places
+    (66, 64, torch.bfloat16),  # 17 blocks: a program has more of them than places
     (1, 4096, torch.float32),
     (20, 24, torch.bfloat16),
     (1, 4096, torch.float32),
-    (36, 520, torch.bfloat16),
-    *([(16, 64, torch.float32), (16, 64, torch.float32), (1, 1024, torch.float32)] * 4),  # a row where other programs' rows were
+    (22, 520, torch.bfloat16),
+    *([(6, 64, torch.float32), (6, 64, torch.float32), (1, 1024, torch.float32)] * 4),  # a row where other programs' rows were
 ]
 BEST = [  # rows, vocabulary, dtype; the last rank may have no column
     (3, 64, torch.float32),
@@ -59,9 +56,9 @@ BEST = [  # rows, vocabulary, dtype; the last rank may have no column
 ]
 EPS = 1e-5
 # So small that few rows are several blocks of a program.
-BLOCKS = Blocks(size=512, most_programs=4)
+BLOCKS = Blocks(size=512, most_programs=2)
 SUMS_FOR_A_BEST = 5  # a best token is one that ranks meet in: rarely, so that sums follow each other
-LATE_S, LATE_PART, LATE_READ_PART, POLL_S = 0.02, 0.1, 0.05, 0.001
+LATE_S, LATE_PART, LATE_READ_PART, POLL_S = 0.02, 0.1, 0.05, 0.003
 INTERPRETER = importlib.import_module("triton.runtime.interpreter")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -178,12 +175,6 @@ def end_one_that_waits(num_ranks: int, rows: int) -> None:
 
 
 def main(num_ranks: int, ahead: int) -> None:
-    quick_interpreter.install(INTERPRETER)
     compare(num_ranks, BLOCKS._replace(ahead=ahead))
     for rows in (1, 61):
         end_one_that_waits(num_ranks, rows)
-    print(f"{num_ranks} ranks agree")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

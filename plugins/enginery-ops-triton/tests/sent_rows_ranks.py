@@ -6,13 +6,11 @@ is late now and then, where it would read what was overwritten if places were no
 
 from __future__ import annotations
 
-import importlib
 import random
 import threading
 import time
 from typing import Any
 
-import quick_interpreter
 import torch
 import torch.multiprocessing as mp
 
@@ -107,8 +105,6 @@ def end_one_that_waits() -> None:
     assert not waiting.is_alive(), "it waits still"
 
 
-if __name__ == "__main__":
-    quick_interpreter.install(importlib.import_module("triton.runtime.interpreter"))
+def main() -> None:
     compare()
     end_one_that_waits()
-    print("2 ranks agree")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import compile_only
 import pytest
 import torch
 
@@ -33,21 +34,14 @@ def test_the_stated_sizes_are_what_parts_have() -> None:
     assert (PEER_BYTES, SENT_BYTES) == (NUM_BYTES, PART_BYTES)
 
 
-@pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 1), (2, 2), (3, 2), (4, 1)])
-def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int, ahead: int) -> None:
-    """Few rows and more, of several types, in turns, over memory of processes that wait for each other; one is ended."""
+@pytest.mark.parametrize("which", [("2,1", "2,2", "early"), ("3,2", "4,1")], ids=["two", "more"])
+def test_ranks_give_the_same_bits_and_what_float64_gives(which: tuple[str, ...]) -> None:
+    """Few rows and more, of several types, in turns, over memory of processes that wait for each other; one is ended. The same of
+    rows that leave early, with sums that nobody takes between them, and counts that overflow."""
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE / "peer_ops_ranks.py"), str(num_ranks), str(ahead)]
+    command = [sys.executable, str(HERE / "ranks_in_processes.py"), *which]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
-    assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
-
-
-def test_two_ranks_whose_rows_leave_early_give_the_same_bits_and_what_float64_gives() -> None:
-    """Of several sizes and types, in turns; sums that nobody takes between them, and counts that overflow."""
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE / "sent_rows_ranks.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
-    assert done.stdout == "2 ranks agree\n", done.stderr
+    assert done.stdout.splitlines() == [f"{each}: ranks agree" for each in which], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,12 +100,7 @@ def test_pieces_leave_when_they_are_computed_and_are_kept_until_the_last_has_lef
 
 
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
-    """In a process of its own, where triton is imported for the compiler."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, str(HERE / "hopper_peer_ops.py")]
-    made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
-    assert made.stdout == "compiled\n", made.stderr
+    compile_only.run(HERE / "hopper_peer_ops.py")
 
 
 def test_what_is_taken_follows_from_sizes_and_types() -> None:

@@ -59,6 +59,7 @@ OBJECT = f'{{"name": "get_weather", "arguments": {JSON}}}'
 ONE = {
     "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
     "longcat": f"<longcat_tool_call>\n{OBJECT}\n</longcat_tool_call>",
+    "granite3": f"<|tool_call|>[{OBJECT}]",
     "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
     "jamba": f"<tool_calls>[\n    {OBJECT}\n]</tool_calls>",
     "minimax-m1": f"<tool_calls>\n{OBJECT}\n</tool_calls>",

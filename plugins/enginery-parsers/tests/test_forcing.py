@@ -189,6 +189,7 @@ AGAINST = {  # calls that the parsers read, whose arguments are wrong
     "deepseek-v3.1": [f"{CALL_BEGIN}{name}{SEPARATOR}{BAD}" for name in ("get_weather", " get_weather ", "get_weather\n")],
     "glm4": [f"<tool_call>{begin}{PAIR}</tool_call>" for begin in ("get_weather", "get_weather\n", "\n get_weather ")],
     "longcat": [f"<longcat_tool_call>{blank}{call}</longcat_tool_call>" for blank in ("", "\n", " ") for call in OBJECTS],
+    "granite3": [f"<|tool_call|>{begin}{call}" for begin in ("[", "", " [ ", '[{"name": "get_time"}, ') for call in OBJECTS],
     "nemotron": [f"<TOOLCALL>{begin}{call}" for begin in ("[", "", " [ ", '[{"name": "get_time"}, ') for call in OBJECTS],
     "jamba": [f"<tool_calls>{begin}{call}" for begin in ("[", "[\n    ", "", "\n") for call in OBJECTS],
     "minimax-m1": [f"<tool_calls>{begin}{call}" for begin in ("[", "\n", "", " ") for call in OBJECTS],
@@ -224,6 +225,7 @@ AGAINST = {  # calls that the parsers read, whose arguments are wrong
 BEGINS = {  # of a call, as the grammars write it
     "hermes": ["<tool_call>"],
     "longcat": ["<longcat_tool_call>"],
+    "granite3": ["<|tool_call|>"],
     "nemotron": ["<TOOLCALL>"],
     "jamba": ["<tool_calls>"],
     "minimax-m1": ["<tool_calls>"],

@@ -41,6 +41,7 @@ LONGCAT = "{{ 'ASSISTANT:' }}{{ '<longcat_tool_call>\\n' + call | tojson + '\\n<
 LONGCAT_THINKING = "<longcat_think>{{ r }}</longcat_think><longcat_tool_call>{{ name }}<longcat_arg_key>{{ k }}</longcat_arg_key>"
 GPT_OSS = '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}'
 GEMMA = "{{ bos_token }}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
+GRANITE = "{{ 'Respond only with <|tool_call|> followed by a JSON list. Write your thoughts between <think></think>' }}"
 MISTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS][' }}{{- tool_call.function | tojson }}{{- ']' + eos_token }}"
 DEVSTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}"
 CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
@@ -75,6 +76,7 @@ CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_en
         (GEMMA, (), set()),
         (LLAMA31, ("<|python_tag|>",), {"llama3-json"}),
         (LLAMA31, (), set()),
+        (GRANITE, (), {"granite3", "think"}),
         (MISTRAL, (), {"mistral"}),
         (DEVSTRAL, (), {"mistral-args"}),
         (R1, (), {"deepseek-v3", "deepseek-r1"}),

@@ -230,6 +230,7 @@ PARTS_OF = {
         *("functions.get_time:0", "functions.fly:1", "<|tool_call_argument_begin|>"),
     ],
     "minimax-text": ["<function_call>", "```typescript\nfunctions.", "functions.", "get_time(", ")\n", "```"],
+    "granite3": ["<|tool_call|>", "<|tool_call|>[", '{"name": "get_time"}', "]", "}}, "],
     "nemotron": ["<TOOLCALL>[", "<TOOLCALL>", "]</TOOLCALL>", "</TOOLCALL>", '{"name": "get_time"}', "}}, "],
     "jamba": ["<tool_calls>[", "<tool_calls>", "]</tool_calls>", "</tool_calls>", '{"name": "get_time"}', "}}, "],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "get_time"}', "]", "}}, ", '"id": "abc123def"'],

@@ -20,6 +20,7 @@ from enginery_parsers.tagged import TaggedParser
 MADE_BY: Final[Mapping[str, Callable[[ParserSetup], OutputParser]]] = {
     "hermes": partial(ObjectParser, written=calls.HERMES),
     "longcat": partial(ObjectParser, written=calls.LONGCAT),
+    "granite3": partial(ObjectParser, written=calls.GRANITE),
     "nemotron": partial(ObjectParser, written=calls.NEMOTRON),
     "jamba": partial(ObjectParser, written=calls.TOOL_CALLS),
     "minimax-m1": partial(ObjectParser, written=calls.TOOL_CALLS),

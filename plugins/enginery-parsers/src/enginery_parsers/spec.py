@@ -139,6 +139,7 @@ PARSERS: Final = (
     _tools("minimax-text", "MiniMax-Text-01: functions.name(JSON) in a fenced block", _shows("<function_call>")),
     _tools("minimax-m1", "MiniMax-M1: JSON objects on lines in <tool_calls>", _shows("<tool_calls>", "<beginning_of_sentence>")),
     _tools("minimax-m2", "MiniMax-M2: <invoke> and <parameter> in <minimax:tool_call>", _shows("<minimax:tool_call>")),
+    _tools("granite3", "Granite 3: a JSON list behind <|tool_call|>", _shows("<|tool_call|>", but=("<|/tool_call|>",))),
     _tools("nemotron", "Nemotron Nano v2: a JSON list in <TOOLCALL>", _shows("<TOOLCALL>")),
     _tools("jamba", "Jamba 1.5 and later: a JSON list in <tool_calls>", _shows("<tool_calls>", but=("<beginning_of_sentence>",))),
     _tools("longcat", "LongCat-Flash: JSON in <longcat_tool_call>", _shows("<longcat_tool_call>", but=("<longcat_arg_key>",))),

@@ -165,6 +165,28 @@ def test_a_template_that_needs_what_a_tool_leaves_out_gets_what_that_stands_for(
     with_server(scenario, parsers=PARSERS, chat_template=str(file))
 
 
+def test_a_template_that_wants_one_call_a_message_gets_several_one_after_another(with_server, tmp_path):
+    """As Llama 3's, whose models write several at times. What is wrong else is still told."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}{% endfor %}{{ tools }}"
+    )
+    calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in ("a", "b", "c")]
+    said = {"role": "assistant", "content": "so", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in ("b", "a")]
+
+    async def scenario(live):
+        asked = {"tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
+        told = (await live.post("/v1/chat/completions", messages=[*user("x"), said, *results, *user("y")], **asked)).json()
+        wanted = "<user>x<assistant>soa<tool>Aa<assistant>b<tool>Bb<assistant>c<user>y"
+        assert told["choices"][0]["message"]["content"].startswith(wanted)
+        twice = await live.post("/v1/chat/completions", messages=[*user("x"), said, results[0], results[0]], **asked)
+        assert (twice.status_code, "one call" in twice.json()["error"]["message"]) == (400, True)
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 def test_a_template_that_needs_the_content_of_a_call_gets_an_empty_one(with_server, tmp_path):
     """Clients send null there, and what a template puts to a text is then no text."""
     file = tmp_path / "template.jinja"

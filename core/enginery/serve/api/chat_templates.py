@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
 from enginery.errors import RequestError
 from enginery.serve.schemas.chat import ChatRequest, Effort, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck
 
+_Message = dict[str, Any]
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
 _LATE_S: Final = 2.0
 _PROBE_S: Final = 2.0
@@ -46,12 +47,13 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
 def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool]) -> list[tuple[list[dict[str, object]], ...]]:
     """Tools and messages, first as they are, then for templates that want more or less.
 
-    Qwen 3's takes it that messages have content; gpt-oss' that tools are described, and that thoughts or content go with calls.
+    Qwen 3's takes it that messages have content; gpt-oss' that tools are described, and that thoughts or content go with calls;
+    Llama 3's that messages have one call.
     """
     offered, whole = [tool.for_template() for tool in tools], [tool.for_template(whole=True) for tool in tools]
     given = [message.for_template() for message in asked.messages]
     full = [message | {"content": message["content"] or ""} for message in given]
-    ways = list(product((offered, whole), (given, full, list(map(_with_one_thought, full)))))
+    ways = list(product((offered, whole), (given, full, list(map(_with_one_thought, full)), _with_one_call_each(full))))
     return [way for place, way in enumerate(ways) if way not in ways[place + 1 :]]
 
 
@@ -59,6 +61,28 @@ def _with_one_thought(message: dict[str, object]) -> dict[str, object]:
     if not message["content"] or not {"reasoning_content", "tool_calls"} <= message.keys():
         return message
     return message | {"content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
+
+
+def _with_one_call_each(messages: Sequence[_Message]) -> list[dict[str, object]]:
+    """Calls of one message as if each had waited for the result of the one before. As they are where an id comes twice."""
+    answers = [message for message in messages if "tool_call_id" in message]
+    results, told = {message["tool_call_id"]: message for message in answers}, list[dict[str, object]]()
+    if len(results) < len(answers):
+        return list(messages)
+    for message in messages:
+        if len(message.get("tool_calls", ())) > 1:
+            told += _calls_apart(message, results)
+        elif message.get("tool_call_id") is None or message["tool_call_id"] in results:
+            told.append(message)
+    return told
+
+
+def _calls_apart(message: _Message, results: dict[str, dict[str, object]]) -> Iterator[dict[str, object]]:
+    """A message for each call, and its result, which is taken out of `results`."""
+    for place, call in enumerate(message["tool_calls"]):
+        yield ({"role": message["role"], "content": ""} if place else message) | {"tool_calls": [call]}
+        if call["id"] in results:
+            yield results.pop(call["id"])
 
 
 def _switches_of(effort: Effort, variables: Mapping[str, object]) -> dict[str, object]:

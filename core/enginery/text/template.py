@@ -46,23 +46,30 @@ def writes_tools(template: str | None) -> bool:
 def read_template(folder: Path | str) -> str | None:
     """The template of a checkpoint: chat_template.jinja, or `chat_template` of tokenizer_config.json; None if it has none.
 
-    Of several named ones it is "default". Raises `CheckpointError`.
+    Of several named ones it is "default", and with tools "tool_use", if there is one. Raises `CheckpointError`.
     """
-    path = Path(folder) / "chat_template.jinja"
+    path, config = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     if path.exists():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise unreadable(path, error) from error
-    config = Path(folder) / "tokenizer_config.json"
     found = read_json(config).get("chat_template")
     if isinstance(found, list):
         found = {item["name"]: item["template"] for item in found if isinstance(item, dict) and {"name", "template"} <= item.keys()}
     if isinstance(found, dict):
-        found = found.get("default")
+        found = _of_named(found)
     if found is not None and not isinstance(found, str):
         raise CheckpointError(f"chat_template in {config} is {type(found).__name__}, not text or a list of name and template")
     return found
+
+
+def _of_named(templates: Mapping[str, object]) -> object:
+    default, with_tools = templates.get("default"), templates.get("tool_use")
+    if not isinstance(default, str) or not isinstance(with_tools, str):
+        return default
+    first, second = (each.removesuffix("\n") for each in (with_tools, default))  # as jinja reads a whole template
+    return f"{{% if tools %}}{first}{{% else %}}{second}{{% endif %}}"
 
 
 class ChatTemplate:
@@ -74,8 +81,7 @@ class ChatTemplate:
 
     def __init__(self, template: str | None, *, variables: Mapping[str, str], limits: Limits | None = None) -> None:
         self.source = template
-        self._variables = dict(variables)
-        self.limits = limits or Limits()
+        self._variables, self.limits = dict(variables), limits or Limits()
         self._turn = threading.Lock()
         self._renderer: Renderer | None = None
 
@@ -215,8 +221,7 @@ def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[st
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:
-    final = messages[-1]
-    why = ""
+    final, why = messages[-1], ""
     if add_generation_prompt:
         why = "goes without add_generation_prompt, which begins a new message"
     elif final.get("role") != "assistant":

@@ -111,9 +111,21 @@ def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     assert read_template(tmp_path) == "new"
 
 
+@pytest.mark.parametrize("tools", [(), ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)])
+def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, tools):
+    """As Hermes 2 and 3 have them. Each is a whole template: its last line break is left out, others are kept."""
+    with_tools = "{% macro name(t) %}{{ t.function.name }}{% endmacro %}\n{%- for t in tools %}{{ name(t) }}\n{% endfor %}\nused\n"
+    named = [{"name": "default", "template": f"{FEATURES}\n\n"}, {"name": "tool_use", "template": with_tools}]
+    folder = save(byte_level(), tmp_path, chat_template=named)
+    ours = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+    want = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=list(tools) or None, tokenize=False)
+    assert ours.render(MESSAGES, tools=tools, add_generation_prompt=False) == want
+    ours.close()
+
+
 def test_of_named_templates_the_default_is_taken(tmp_path):
-    save(byte_level(), tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
-    assert read_template(tmp_path) == "d"
+    save(byte_level(), tmp_path, chat_template=[{"name": "rag", "template": "t"}, {"name": "default", "template": "d\n"}])
+    assert read_template(tmp_path) == "d\n"
 
 
 def test_a_template_that_is_no_text_is_named(tmp_path):

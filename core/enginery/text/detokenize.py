@@ -128,19 +128,28 @@ class _Pieces:
         num_pending = len(self._ids) - self._read
         if tokenizer.is_byte(token_id) and num_pending < _HELD_TOKENS:
             return ""
-        text = self._decode(self._ids)
-        if text.startswith(self._base) and not text.endswith(_INCOMPLETE):
+        text = self._text()
+        if not text.endswith(_INCOMPLETE):
             return self._advance(text, len(self._ids))
         return self._advance_in_part(text) if num_pending >= _HELD_TOKENS else ""
 
     def rest(self) -> str:
-        return self._advance(self._decode(self._ids), len(self._ids))
+        return self._advance(self._text(), len(self._ids))
+
+    def _text(self) -> str:
+        """Of the window. If a run of bytes became bad after its beginning was let go of, the window begins where that ended."""
+        text = self._decode(self._ids)
+        if not text.startswith(self._base):
+            self._ids, self._read, self._base = self._ids[self._read :], 0, ""
+            text = self._decode(self._ids)
+        return text
 
     def _advance_in_part(self, text: str) -> str:
-        """Let go of a token boundary that what follows does not change. A character has four bytes at the most."""
-        for end in range(len(self._ids) - 4, self._read, -1):
-            part = self._decode(self._ids[:end])
-            if text.startswith(part) and part.startswith(self._base):
+        """Let go of what is before half a character, of four bytes at the most, or of a boundary that what follows does not change."""
+        for end in range(len(self._ids) - 1, self._read, -1):
+            part, is_near = self._decode(self._ids[:end]), end > len(self._ids) - 4
+            is_final = not part.endswith(_INCOMPLETE) if is_near else text.startswith(part)
+            if is_final and part.startswith(self._base):
                 return self._advance(part, end)
         return ""
 

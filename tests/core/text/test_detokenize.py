@@ -181,6 +181,23 @@ def test_an_output_may_end_without_a_token(made):
     assert completion.feed([], finished=True).text == "\ufffd"
 
 
+@pytest.mark.parametrize("text", ["မြန်မာဘာသာစကားပြောသူများ", "aချ🪶ကམé" * 9, "ཀ" * 50])
+def test_long_runs_of_bytes_are_told_in_whole_characters(text, made):
+    tokenizer = made["byte_fallback"]
+    pieces, _, _ = feed(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_run_of_bytes_that_becomes_bad_late_holds_nothing_back(made):
+    tokenizer = made["byte_fallback"]
+    run = tokenizer.encode("🪶" * 8, add_special_tokens=False)
+    after = tokenizer.encode("the fox", add_special_tokens=False) * 5
+    pieces, _, _ = feed(tokenizer, [*run, 3 + 0xFF, *after])
+    assert all(pieces[len(run) + 1 :])
+    assert "".join(pieces).endswith("\ufffd" + " the fox" * 5)
+
+
 @pytest.mark.parametrize(("make", "token"), [(byte_level, 100), (byte_level, 255), (byte_fallback, 3 + 0xE2)])
 def test_a_token_costs_the_same_however_long_the_output(make, token, tmp_path, monkeypatch):
     tokenizer = Tokenizer.from_folder(save(make(), tmp_path))

@@ -145,7 +145,7 @@ class _Pieces:
         return text
 
     def _advance_in_part(self, text: str) -> str:
-        """Let go of what is before half a character, of four bytes at the most, or of a boundary that what follows does not change."""
+        """Let go of what is before half a character (at most four bytes), or of a boundary that what follows does not change."""
         for end in range(len(self._ids) - 1, self._read, -1):
             part, is_near = self._decode(self._ids[:end]), end > len(self._ids) - 4
             is_final = not part.endswith(_INCOMPLETE) if is_near else text.startswith(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 import msgspec
@@ -17,22 +18,22 @@ class LegacyLayout:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def lay_out(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], *, shown: Sequence[bool]
     ) -> LegacyLogprobs:
         """The lists for some tokens. The likeliest tokens always hold the token itself. The first token of a prompt has None.
 
-        shown: which of them the text has; offsets do not count the others.
+        shown: which of them the text has; offsets do not count the others. A token within a character has that character's.
         """
-        texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
         offsets = []
         for token_id, is_shown in zip(token_ids, shown, strict=True):
             offsets.append(self._offset)
             if is_shown:
-                self._offset += len(self._tokenizer.token_bytes(token_id).decode(errors="ignore"))
+                self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
         return LegacyLogprobs(
-            tokens=texts,
+            tokens=[self._tokenizer.token_text(token_id) for token_id in token_ids],
             token_logprobs=[None if found is None else found.logprob for found in logprobs],
             top_logprobs=[None if found is None else self._top(found) for found in logprobs],
             text_offset=offsets,

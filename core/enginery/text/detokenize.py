@@ -32,8 +32,7 @@ class CompletionText:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._pieces = _Pieces(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include_stop=params.include_stop)
-        self._min_tokens = params.min_tokens
-        self._include_stop = params.include_stop
+        self._min_tokens, self._include_stop = params.min_tokens, params.include_stop
         self._num_tokens = 0
 
     def feed(self, token_ids: Sequence[int], *, finished: bool, stop_token_id: int | None = None) -> TextDelta:
@@ -49,18 +48,15 @@ class CompletionText:
             raw = "" if is_last and hides_last else self._pieces.add(token_id)
             raw += self._pieces.rest() if is_last and finished else ""
             self._num_tokens += 1
-            text, stopped_by = self._add(raw)
+            text, stopped_by = self._stops.add(raw, may_stop=self._num_tokens >= self._min_tokens)
             texts.append(text)
             if stopped_by is not None:
                 return TextDelta(text="".join(texts), num_tokens=place + 1, stopped_by=stopped_by)
         stopped_by = None
         if finished:
-            text, stopped_by = self._add(self._pieces.rest())
+            text, stopped_by = self._stops.add(self._pieces.rest(), may_stop=self._num_tokens >= self._min_tokens)
             texts += [text, "" if stopped_by else self._stops.rest()]
         return TextDelta(text="".join(texts), num_tokens=len(token_ids), stopped_by=stopped_by)
-
-    def _add(self, raw: str) -> tuple[str, str | None]:
-        return self._stops.add(raw, may_stop=self._num_tokens >= self._min_tokens)
 
 
 class StopStrings:
@@ -115,8 +111,7 @@ class _Pieces:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
-        self._read = 0
-        self._base = ""
+        self._read, self._base = 0, ""
 
     def add(self, token_id: int) -> str:
         tokenizer = self._tokenizer

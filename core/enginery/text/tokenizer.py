@@ -38,8 +38,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, *, named: Mapping[str, str], cleans_up: bool = False) -> None:
         self._backend = backend
         self.named = dict(named)
-        is_bpe = type(backend.model).__name__ == "BPE"
-        self.cleans_up = cleans_up and not is_bpe  # transformers leaves BPE alone, whatever the file says
+        self.cleans_up = cleans_up and type(backend.model).__name__ != "BPE"  # transformers leaves BPE alone
         self.special_ids = frozenset(number for number, token in backend.get_added_tokens_decoder().items() if token.special)
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
         self.added_tokens = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
@@ -76,15 +75,16 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. add_special_tokens: also those of the post-processor, such as the one that begins a text."""
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(_NO_TEXT, param="prompt") from error
+        return list(self._encoded(text, add_special_tokens=add_special_tokens).ids)
 
     def count(self, text: str) -> int:
         """How many tokens `encode` gives without special ones, in less time and memory."""
+        return len(self._encoded(text, add_special_tokens=False))
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        """A batch of one, as the library lets other threads run only beside batches."""
         try:
-            return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:
             raise RequestError(_NO_TEXT, param="prompt") from error
 
@@ -188,7 +188,6 @@ def _content(value: str | Mapping[str, object]) -> str:
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes."""
-    printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-    kept = set(printable)
+    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # printable
     others = (byte for byte in range(256) if byte not in kept)
     return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(others)}

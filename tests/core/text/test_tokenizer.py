@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from tokenizers_made import CORPUS, KINDS, byte_fallback, byte_level, metaspace, save
@@ -132,6 +133,23 @@ def test_tokens_in_another_layout_are_named_and_not_left_out(config, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is .*download the file again"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_becomes_tokens(tmp_path):
+    tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path))
+    num_turns, done = 0, threading.Event()
+
+    def count_turns():
+        nonlocal num_turns
+        while not done.wait(0.001):
+            num_turns += 1
+
+    other = threading.Thread(target=count_turns)
+    other.start()
+    tokenizer.encode("what it is: 日本語\n" * 30_000, add_special_tokens=True)  # a quarter of a second at the least
+    done.set()
+    other.join()
+    assert num_turns > 20
 
 
 def test_half_a_surrogate_pair_is_refused(tmp_path):

@@ -48,8 +48,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
     """Log-probabilities as /v1/chat/completions tells them: for each token its text, its bytes and the likeliest tokens."""
 
     def spelt(token_id: int, logprob: float) -> TopLogprob:
-        raw = list(tokenizer.token_bytes(token_id))
-        return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=raw)
+        return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=list(tokenizer.token_bytes(token_id)))
 
     content = []
     for found in logprobs:

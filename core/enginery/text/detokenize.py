@@ -26,11 +26,11 @@ class CompletionText:
     """The text of one completion, fed with its tokens as they come.
 
     Splitting the tokens differently over the calls gives the same text and stops at the same token. A token costs a decode of a few
-    tokens, whatever the length of the output.
+    tokens, whatever the length of the output. after: the prompt's last token, where a blank behind it is to stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._pieces = _Pieces(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, after: Sequence[int] = ()) -> None:
+        self._pieces = _Pieces(tokenizer, skip_special_tokens=params.skip_special_tokens, after=after)
         self._stops = StopStrings(params.stop, include_stop=params.include_stop)
         self._min_tokens, self._include_stop = params.min_tokens, params.include_stop
         self._num_tokens = 0
@@ -107,11 +107,11 @@ class _Pieces:
     token stays pending: half a character, and a run of bytes, which is good or bad as a whole. After `_HELD_TOKENS` it is let go.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, after: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
-        self._read, self._base = 0, ""
+        self._ids = [token for token in after if tokenizer.is_token(token) and token not in tokenizer.special_ids]
+        self._read, self._base = len(self._ids), self._decode(self._ids)
 
     def add(self, token_id: int) -> str:
         tokenizer = self._tokenizer

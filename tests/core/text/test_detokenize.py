@@ -189,6 +189,16 @@ def test_long_runs_of_bytes_are_told_in_whole_characters(text, made):
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(("prompt", "text"), [("the", " the fox"), ("", "the fox"), ("ཀ", " the fox")])
+def test_text_that_goes_on_after_a_prompt_keeps_its_blank(prompt, text, made):
+    tokenizer = made["byte_fallback"]
+    whole = tokenizer.encode(prompt + text, add_special_tokens=True)
+    before = tokenizer.encode(prompt, add_special_tokens=True) if prompt else whole[:1]
+    assert whole[: len(before)] == before
+    completion = CompletionText(tokenizer, SamplingParams(), after=before[-1:])
+    assert "".join(completion.feed([each], finished=False).text for each in whole[len(before) :]) == text
+
+
 def test_a_run_of_bytes_that_becomes_bad_late_holds_nothing_back(made):
     tokenizer = made["byte_fallback"]
     run = tokenizer.encode("🪶" * 8, add_special_tokens=False)

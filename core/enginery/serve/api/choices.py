@@ -59,11 +59,11 @@ class _Piece(NamedTuple):
 class _Choice:
     """The text of one choice as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job, how: AnswerFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, job: Job, how: AnswerFormat | None) -> None:
         self._job = job
-        self._text = CompletionText(tokenizer, job.request.params)
-        self._reader = AnswerReader(how)
-        self._counts_reasoning = how.reasoning is not None
+        self._text = CompletionText(tokenizer, job.request.params, after=job.prompt.token_ids[-1:] if how is None else ())
+        self._reader = AnswerReader(how or AnswerFormat())
+        self._counts_reasoning = how is not None and how.reasoning is not None
 
     def feed(self, output: RequestOutput) -> ChoiceDelta:
         """What the output adds. A stop string, or a call, may end the choice before the engine does."""
@@ -111,7 +111,7 @@ async def choice_deltas(
 
     Closing the generator aborts what still runs. Raises `RequestError`, `QueueFull`, `EngineDied`, `GenerationFailed`.
     """
-    choices = {job.request.request_id: _Choice(tokenizer, job, how or AnswerFormat()) for job in jobs}
+    choices = {job.request.request_id: _Choice(tokenizer, job, how) for job in jobs}
     async with _queued(engine, jobs) as outputs:
         for job in jobs:
             yield ChoiceDelta(job=job, is_first=True)

@@ -19,6 +19,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import cache
 
 SHARED_BYTES = 227 << 10  # that a block may have
@@ -79,10 +80,15 @@ class HopperCompiler(DriverBase):
         raise NotImplementedError("nothing is launched")
 
 
-def install() -> None:
-    """For the rest of the process."""
+def install(*, reads_code: bool = False) -> None:
+    """For the rest of the process. reads_code: the script looks at PTX or registers, so that LLVM has to make them as they will be;
+    without it LLVM optimises nothing, which is a third of the time."""
     triton.runtime.driver.set_active(HopperCompiler())
-    cache.triton_key = lambda: triton.__version__  # of kernels in Triton's cache: its own is a hash of 0.5 GB, 2 s in each process
+    if not reads_code:
+        nvidia.llvm.OPTIMIZE_O3 = nvidia.llvm.OPTIMIZE_O0
+    # Of kernels in Triton's cache: its own is a hash of 0.5 GB, 2 s in each process, and what runs must not find these.
+    key = f"{triton.__version__} {'as they run' if reads_code else 'not optimised'}"
+    cache.triton_key = lambda: key
 
 
 def stack_bytes(cubin: bytes) -> int:

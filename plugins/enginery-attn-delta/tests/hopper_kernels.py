@@ -20,6 +20,10 @@ RULES = (
 )
 
 
+# The rules take what the convolution gives or what is in x, of the same type: each has one of its widths. 2: no input is kept.
+WIDTHS = (4, 3, 0, 2)
+
+
 def variants_of(kernel: Any) -> int:
     """How many have been compiled."""
     return len(kernel.device_caches[0][0])
@@ -33,20 +37,17 @@ def main() -> None:
         tiles = torch.zeros(1, 2, dtype=torch.int32)
         rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows, chained=True)
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
-        for gating in RULES:
+        for gating, width in zip(RULES, WIDTHS if tile_rows == 1 else (0, 0, 0, 0), strict=True):
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
-            given = dict(heads=HEADS, gating=gating, scale=1.0, out=out)
-            recur(x, gates, states=states, rows=rows, **given)
-            variants = variants_of(recurrence.recur)
-            recur(x, gates, states=states, rows=dataclasses.replace(rows, reads=odd), **given)
-            assert variants_of(recurrence.recur) == variants, "one more is compiled for a plan's part of another alignment"
-            for width in (2, 3, 4) if tile_rows == 1 else ():
-                inputs, taps = torch.zeros(1, width - 1, 512, dtype=torch.bfloat16), weight.T[:width].contiguous()
-                for arrived in (page, odd):
-                    conv = Conv(taps=taps, bias=None, states=inputs, activates=True, arrived=arrived)
-                    recur(x, gates, states=states, rows=rows, conv=conv, **given)
-                variants += 1
-                assert variants_of(recurrence.recur) == variants, "one more is compiled for counters of another alignment"
+            given: dict[str, Any] = dict(heads=HEADS, gating=gating, scale=1.0, out=out)
+            variants = variants_of(recurrence.recur) + 1
+            for part in (page, odd):
+                if width:
+                    inputs, taps = torch.zeros(1, width - 1, 512, dtype=torch.bfloat16), weight.T[:width].contiguous()
+                    bias = None if width == 4 else taps[0]
+                    given["conv"] = Conv(taps=taps, bias=bias, states=inputs, activates=width != 3, arrived=part)
+                recur(x, gates, states=states, rows=dataclasses.replace(rows, reads=part), **given)
+                assert variants_of(recurrence.recur) == variants, "one for a plan's part and counters of any alignment"
         states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)
         scan(x, gates, a_log=a_log, skip=skip, states=states, rows=rows, scale=1.0, out=torch.empty_like(x))
 

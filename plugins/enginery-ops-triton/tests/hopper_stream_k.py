@@ -12,15 +12,15 @@ ALIGNMENT_BYTES = 4096  # barriers, and where a ring begins
 
 
 def main() -> None:
-    compile_only.install()
-    for dtype in (torch.bfloat16, torch.float16):
-        for biased in (False, True):
-            weight = torch.zeros(2880, 2880, dtype=dtype)
-            product = StreamK(weight, weight[0] if biased else None, kernels=linear_stream_k, programs=128)
-            for rows in (1, 32, 64):
-                product(torch.zeros(rows, 2880, dtype=dtype))
+    compile_only.install(reads_code=True)
+    # A bias and more rows are in more registers, and both types in as many.
+    for dtype, biased, sizes in ((torch.bfloat16, True, (1, 32, 64)), (torch.bfloat16, False, (64,)), (torch.float16, True, (64,))):
+        weight = torch.zeros(2880, 2880, dtype=dtype)
+        product = StreamK(weight, weight[0] if biased else None, kernels=linear_stream_k, programs=128)
+        for rows in sizes:
+            product(torch.zeros(rows, 2880, dtype=dtype))
     ((made, *_),) = linear_stream_k.linear_stream_k.device_caches.values()
-    assert len(made) == 12
+    assert len(made) == 5
     for each in made.values():
         assert each.metadata.shared <= SHARED_BYTES + ALIGNMENT_BYTES
         assert f".maxnreg {REGISTERS}" in each.asm["ptx"]

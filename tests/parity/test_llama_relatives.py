@@ -24,8 +24,8 @@ FACTORS_OF_ROPE = dict(short_factor=[1.0, 1.2, 1.4, 1.6], long_factor=[2.0, 2.4,
 LONG = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=8, **FACTORS_OF_ROPE)
 FACTORS = dict(embedding_multiplier=3.0, attention_multiplier=0.35, residual_multiplier=0.4, logits_scaling=0.5)
 RELATIVES = {
-    "granite": GraniteConfig(**shape(**FACTORS)),
-    "granite-bias": GraniteConfig(**shape(**FACTORS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "granite3": GraniteConfig(**shape(**FACTORS)),
+    "granite3-bias": GraniteConfig(**shape(**FACTORS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "phi3": Phi3Config(**shape()),
     "phi3-window": Phi3Config(**shape(sliding_window=16)),
     "phi3-long": Phi3Config(**shape(rope_parameters=LONG, original_max_position_embeddings=8, tie_word_embeddings=True)),

@@ -29,8 +29,8 @@ MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3",
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """As the first of the architectures has it that is known here."""
-    return next(READERS[name] for name in config["architectures"] if name in READERS)(config)
+    """As the first of the architectures has it that is known here; Llama's for other plugins' models that have it."""
+    return next((READERS[name] for name in config["architectures"] if name in READERS), _llama)(config)
 
 
 def _llama(config: Mapping[str, Any], windows: tuple[int | None, ...] | None = None) -> DecoderShape:

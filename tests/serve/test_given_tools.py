@@ -221,6 +221,22 @@ def test_tools_are_told_alike_whether_a_call_has_content_or_not(with_server, tmp
     with_server(scenario, parsers=PARSERS, chat_template=str(file))
 
 
+def test_content_beside_a_call_stays_content_where_another_call_has_none(with_server, tmp_path):
+    """A template that needs content takes thoughts and content together, so nothing is moved for it."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '|' }}{{ m.reasoning_content }}{% endfor %}{{ tools }}"
+    )
+    messages = [*HISTORY, HISTORY[1] | {"content": "I add."}, HISTORY[2] | {"tool_call_id": "c2"}]
+
+    async def scenario(live):
+        asked = {"messages": messages, "tools": TOOLS, "tool_choice": "none", "max_tokens": 200}
+        text = (await live.post("/v1/chat/completions", **asked)).json()["choices"][0]["message"]["content"]
+        assert text.startswith("<user>1+1?|<assistant>|hm<tool>2|<assistant>I add.|hm<tool>2|")
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 @pytest.mark.parametrize("is_described", [True, False])
 def test_a_template_that_takes_thoughts_or_content_with_calls_gets_both_as_thoughts(with_server, is_described, tmp_path):
     """gpt-oss' takes one of them, and the engine's own answers have both, where a commentary stands before the call."""

@@ -44,17 +44,20 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     )
 
 
-def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool]) -> list[tuple[list[dict[str, object]], ...]]:
-    """Tools and messages, first as they are, then for templates that want more or less.
+def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool]) -> Iterator[tuple[list[dict[str, object]], ...]]:
+    """Tools and messages, first as they are, then for templates that want more or less. Made when they are asked for.
 
     Qwen 3's takes it that messages have content; gpt-oss' that tools are described, and that thoughts or content go with calls;
     Llama 3's that messages have one call.
     """
-    offered, whole = [tool.for_template() for tool in tools], [tool.for_template(whole=True) for tool in tools]
-    given = [message.for_template() for message in asked.messages]
-    full = [message | {"content": message["content"] or ""} for message in given]
-    ways = list(product((offered, whole), (given, full, list(map(_with_one_thought, full)), _with_one_call_each(full))))
-    return [way for place, way in enumerate(ways) if way not in ways[place + 1 :]]
+    offered, given = [tool.for_template() for tool in tools], [message.for_template() for message in asked.messages]
+    yield offered, given
+    full, whole = [each | {"content": each["content"] or ""} for each in given], [tool.for_template(whole=True) for tool in tools]
+    told = [(offered, given)]
+    for way in product((offered, whole), (given, full, list(map(_with_one_thought, full)), _with_one_call_each(full))):
+        if way not in told:
+            told.append(way)
+            yield way
 
 
 def _with_one_thought(message: dict[str, object]) -> dict[str, object]:

@@ -117,11 +117,13 @@ class ServedModel:
         """The conversation as text, with special tokens, by the chat template. tools: those that the model is told about."""
         template, reasons = self.text.template, self.parsers.reasoning is not None
         render = renderer(template, asked, reasons=reasons, trusts_templates=self.trusts_templates)
-        *others, last = [partial(render, messages, tools=told) for told, messages in ways_to_tell(asked, tools)]
-        for each in others:
-            with contextlib.suppress(RequestError):
-                return await self.turns.render(template, each)
-        return await self.turns.render(template, last)
+        refused: RequestError | None = None
+        for told, messages in ways_to_tell(asked, tools):
+            try:
+                return await self.turns.render(template, partial(render, messages, tools=told))
+            except RequestError as error:
+                refused = error
+        raise refused or AssertionError("there is a way at least")
 
     async def can_render(self) -> bool:
         """Whether conversations are rendered; true where there is no template."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options, rounding_error
-from parity.oracle import Oracle, shape
+from parity.oracle import ROPES, Oracle, shape
 from transformers import GraniteConfig, Phi3Config, SmolLM3Config
 
 import enginery_model_llama
@@ -30,6 +30,7 @@ RELATIVES = {
     "phi3-window": Phi3Config(**shape(sliding_window=16)),
     "phi3-long": Phi3Config(**shape(rope_parameters=LONG, original_max_position_embeddings=8, tie_word_embeddings=True)),
     "smollm3": SmolLM3Config(**shape(tie_word_embeddings=False)),
+    "smollm3-yarn": SmolLM3Config(**shape(rope_parameters=ROPES["yarn"])),
     "smollm3-window": SmolLM3Config(**shape(no_rope_layers=[1, 0, 1, 0], use_sliding_window=True, sliding_window=16)),
 }
 

@@ -52,7 +52,9 @@ class PartlyRotated(Decoder):
     def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
         super().__init__(context, shape)
         without, table = unrotated(context.config), self.rotary[0]
-        self.rotary.append(table[:1].expand_as(table).contiguous())
+        still = torch.zeros_like(table)
+        still[:, : table.shape[1] // 2] = 1.0  # not the first row of the table, which YaRN multiplies
+        self.rotary.append(still)
         self.rotary_of = [int(index in without) for index in context.stage.layers]
 
 

@@ -26,7 +26,8 @@ from parity.oracle import (
     shape,
 )
 from parity.test_latent_parity import watched
-from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from parity.test_llama_relatives import RELATIVES
+from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackendSpec
@@ -50,6 +51,7 @@ ATTENTION = {
     "flashinfer and triton": {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"},
     "flashinfer-mla and triton": {"attention_backend": "auto", "wait_for_kernels": True},  # which decodes one request
 }
+DENSE = FAMILIES | RELATIVES | {"phi3-96": Phi3Config(**shape(head_dim=96))}  # Phi 3 mini's heads, no power of two
 WIDE = {  # heads as large as FlashInfer takes
     "llama-128": LlamaConfig(**shape(head_dim=128, num_attention_heads=8)),
     "qwen3-64": Qwen3Config(**shape(head_dim=64)),
@@ -85,9 +87,9 @@ PROMPTS = (1, 5, 6)
 NUM_TOKENS = 16  # transformers takes ten seconds of eight processes for all prompts and 64 of them; tests/parity has those
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(params=sorted(DENSE))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
-    return write_oracle(request.param, FAMILIES[request.param])
+    return write_oracle(request.param, DENSE[request.param])
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from enginery.speculate.combs import num_verified
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
 HOST_LENGTHS: Final = (0, 1, 3, 7)  # a guess of the host costs a row alone, and each length is captured for each number of requests
 # Up to so many requests begin with so many guesses, where nothing is known of half as many. On CPUs each row costs, on GPUs few do.
-FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
+FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (128, 3))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256

@@ -111,7 +111,7 @@ def test_no_trial_begins_with_many_tokens_of_prompts() -> None:
     """They would be followed for it. What is found to pay is guessed then too."""
     length, fresh = DraftLength(3, device="cuda"), [cast("Request", running("a", num_tokens=9, computed=8))]
     drafting = Drafting(MadeDrafts(), offer_of(Noting()), length=length, vocab_size=50)
-    assert drafting.length(fresh, 64, 8192) == 1
+    assert drafting.length(fresh, 64, 8192) == 3
     for _ in range(40):
         length.told([(1, 0)])
     while not (length.found(64) == 0 and length.of(64)):

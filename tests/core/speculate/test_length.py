@@ -99,16 +99,16 @@ def test_a_length_is_found_that_pays_though_shorter_ones_do_not(num_requests: in
 
 
 def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
-    assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64, 256)] == [5, 3, 3, 1, 0]
+    assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64, 256)] == [5, 3, 3, 3, 0]
     assert [DraftLength(7).of(count) for count in (1, 4, 8, 64)] == [5, 2, 0, 0]
 
 
-@pytest.mark.parametrize(("num_right", "begins"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(("num_right", "begins"), [(0, 0), (1, 3)])
 def test_other_loads_begin_with_guesses_unless_they_were_seldom_right(num_right: int, begins: int) -> None:
     length = DraftLength(7, device="cuda")
     assert length.of(20) == 3
-    assert length.found(128) == 1, "as far as is known; in idle moments that is asked of every load"
-    for _ in range(60):
+    assert length.found(128) == 3, "as far as is known; in idle moments that is asked of every load"
+    for _ in range(100):
         length.told([(3, num_right)])
     assert length.of(128) == begins
 
@@ -122,7 +122,7 @@ def test_a_load_begins_with_what_was_found_for_half_as_many(a_verification_s: fl
 
     lengths_over(length, seconds, chances=[0.85] * 5, num_requests=32, steps=2000)
     assert length.found(32) == begins
-    assert (length.found(64), length.found(128)) == (begins, 1), "of 128 no half is known"
+    assert (length.found(64), length.found(128)) == (begins, 3), "of 128 no half is known"
 
 
 @pytest.mark.parametrize(("chance", "fewest", "most"), [(0.0, 0, 3), (0.3, 4, 8)])

@@ -21,6 +21,7 @@ from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject, leaf_cases, usual_cases
 from enginery.testing.workbench import Workbench
 from enginery.worker.paths.captured_step import Capture, Replayable
+from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.host_capture import HostCapture
 
 _GRAPH_SIZE: Final = 8
@@ -252,7 +253,7 @@ class CapturedCall:
 
 
 def _bench_of(subject: Subject, case: AttnCase, capture: Capture, *, most_rows: int) -> Workbench:
-    bench = Workbench(subject, case, watched=capture is _capture)
+    bench = Workbench(subject, case, watched=isinstance(capture, CudaCapture))
     if bench.relay.ask("init_graph_state", max_batch_size=_GRAPH_SIZE, max_num_tokens=most_rows) is None:
         raise BrokenRule("init_graph_state answers None")
     return bench
@@ -264,22 +265,10 @@ def _capture_of(subject: Subject) -> Capture:
     if not subject.can.graphs or Phase.DECODE not in subject.can.phases:
         raise SkippedCheck("capabilities claim no graphs, or no decoding")
     if subject.device.type == "cuda":
-        return _capture
+        return CudaCapture(subject.device)
     if tell is None:
         raise SkippedCheck("it states no record_calls, without which nothing is recorded on a CPU")
     return HostCapture([tell])
-
-
-def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # a first call may compile
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 PLANS: Final = (

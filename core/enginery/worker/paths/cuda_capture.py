@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,7 +33,19 @@ class CudaCapture:
         torch.cuda.synchronize(self.device)
         self.meet()
         self.graphs.add(graph := torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with keeping_garbage(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             run()
         self.meet()
         return graph
+
+
+@contextmanager
+def keeping_garbage() -> Iterator[None]:
+    """Whatever is captured meanwhile: where a graph or a kernel of before is destroyed, the capture fails (pytorch#161037)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -25,7 +25,7 @@ from enginery.contracts.step import StepInput
 from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
-from enginery.worker.paths.cuda_capture import CudaCapture
+from enginery.worker.paths.cuda_capture import CudaCapture, keeping_garbage
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
 from enginery.worker.paths.results import StepParts
 
@@ -64,7 +64,7 @@ class CudaPiecewiseCapture:
             begin()
 
         whole.stream.wait_stream(torch.cuda.current_stream(whole.device))
-        with torch.cuda.stream(whole.stream):
+        with torch.cuda.stream(whole.stream), keeping_garbage():
             socket.on_capture = lambda call: call.out.zero_()
             try:
                 run()

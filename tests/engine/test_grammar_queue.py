@@ -42,9 +42,6 @@ class Compilers:
         if kind is GrammarKind.CHOICE:
             raise RequestError("no plugin compiles it")
 
-    def prepare(self) -> bool:
-        return False
-
     def compile(self, grammar: Grammar) -> CompiledGrammar | UnfinishedGrammar:
         source = grammar.source
         self.counts[source] += 1
@@ -223,21 +220,21 @@ def test_nothing_is_left_of_requests_that_went_away(queue: GrammarQueue, compile
 
 
 def test_json_objects_never_wait(queue: GrammarQueue, compilers: Compilers) -> None:
-    assert not queue.prepare()
+    queue.prepare()
     settle(queue, lambda _: compilers.counts[""] and not queue._jobs)
     for number in range(8):
         queue.begin(f"evil {number}", regex(f"evil {number}"), f"attacker {number}")
     settle(queue, lambda _: compilers.at_work["evil"] == 4)
     queue.begin("usual", USUAL, "me")
     assert isinstance(dict(queue.settled(idle=False))["usual"], BoundedState)
-    assert not queue.prepare()
+    queue.prepare()
     assert compilers.counts[""] == 1
 
 
 def test_without_a_compiler_of_json_objects_nothing_is_prepared(compilers: Compilers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "USUAL", Grammar(kind=GrammarKind.CHOICE))
     queue = GrammarQueue(compilers)
-    assert not queue.prepare()
+    queue.prepare()
     assert not queue._jobs
 
 

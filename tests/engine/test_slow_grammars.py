@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import threading
@@ -11,18 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine.test_grammars import asked, build, drain, regex, registry, run, schema, tokens
+from engine.test_grammars import NOISE, asked, build, drain, regex, registry, run, schema, tokens
 from offers import offering
 from pairwise import in_turn
 
+from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import Reason
 from enginery.contracts.grammars import Grammar, GrammarKind, GrammarSpec, GrammarTokens
 from enginery.contracts.request import FinishReason, RequestOutput
 from enginery.contracts.versions import HookGroup
 from enginery.engine import grammar_queue as grammars
 from enginery.errors import QueueFull, RequestError
+from enginery.llm import async_llm
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.serve.engine import process
 
 __all__ = ["registry"]
 
@@ -200,22 +204,34 @@ def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow]
     assert len(tokens(outputs["free"])) == 12
 
 
-def test_an_idle_moment_loads_the_compiler(slow: tuple[Registry, Slow], tmp_path: Path) -> None:
+def test_an_engine_that_serves_has_its_compiler_before_it_is_ready(
+    slow: tuple[Registry, Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[int] = []
     offer = slow[0].offers(GrammarSpec)[0]
     spec = dataclasses.replace(offer.spec, load=lambda tokens: loaded.append(tokens.vocab_size) or slow[1])
     counting = offering(slow[0], GrammarSpec, dataclasses.replace(offer, spec=spec))
-    engine = build(counting, graphs=False)
-    assert engine.prepare()
+    reported: list[str] = []
+    options = EngineOptions(**NOISE | {"num_pages": 400, "graphs": False})
+    engine = process._build(options, counting, lambda progress: reported.append(progress.phase))
     assert loaded == [260]
+    assert reported[-1] == "grammars"
+    assert "grammars" in engine.facts.phases_s
     assert not engine.prepare()
     slow[1].go.set()
     run(engine, asked("a", regex("x"), max_tokens=2))
     assert loaded == [260]
+    monkeypatch.setattr(async_llm, "registry_for", lambda options: counting)
+    asyncio.run(async_llm.AsyncLLM(**NOISE, num_pages=400).close())
+    assert loaded == [260] * 2
+    build(counting)
+    assert loaded == [260] * 2, "an engine that may never be asked for a grammar waits for one that is"
+
+
+def test_what_cannot_be_loaded_ends_requests_and_no_start(slow: tuple[Registry, Slow], tmp_path: Path) -> None:
     echo = dict(architectures=["EchoForCausalLM"], vocab_size=97, max_position_embeddings=256, eos_token_id=5)
     (tmp_path / "config.json").write_text(json.dumps(echo))
-    bare = build(counting, model=str(tmp_path), load_format="dummy")
-    assert bare.prepare()
+    bare = process._build(EngineOptions(model=str(tmp_path), load_format="dummy", num_pages=400), slow[0], lambda progress: None)
     assert not bare.prepare()
     (output,) = run(bare, asked("a", regex("x")))["a"]
     assert "tokenizer.json is missing" in (output.error or "")

@@ -140,8 +140,8 @@ class GrammarCompiler(Protocol):
 class GrammarSpec:
     """A compiler of structured-output grammars on offer.
 
-    The one of highest priority that has the kind and refuses nothing is used. refuse: pure. load: imports what is heavy; called at
-    the first request that needs it, once, on a thread of its own.
+    The one of highest priority that has the kind and refuses nothing is used. refuse: pure. load: imports what is heavy; called
+    once, before a server is ready, or on a thread of its own at the first request that needs it.
     """
 
     name: str

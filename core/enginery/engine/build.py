@@ -65,7 +65,7 @@ from enginery.worker.warm_up import warm_up
 log = logging.getLogger(__name__)
 
 StartPhase = Literal[
-    "choice", "ops", "needed weights", "memory", "weights", "pool", "attention", "model", "warm up", "graphs", "pieces"
+    "choice", "ops", "needed weights", "memory", "weights", "pool", "attention", "model", "warm up", "graphs", "pieces", "grammars"
 ]
 
 

@@ -18,7 +18,7 @@ from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
-from enginery.engine.build import ALONE, BuiltParts, build_parts, build_runner, kv_events_of
+from enginery.engine.build import ALONE, BuiltParts, Phases, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
@@ -128,17 +128,24 @@ class Engine:
         forced_rates: Sequence[float] = (),
         launch: Launch | None = None,
         found: Checkpoint | None = None,
+        grammars: bool = False,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
         forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
         what starts the processes of other ranks; None: what `--executor` names. found: what `find_checkpoint` gave before.
+        grammars: load what compiles them, which takes seconds for a large vocabulary; else the first request for one does.
         """
         with begun_ranks(asked, registry, launch) as others:
             own, place = (asked, ALONE) if others is None else (others.options, others.place)
             parts = build_parts(own, registry, report, place=place, found=found)
         forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
-        return cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
+        engine = cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
+        if grammars:
+            with (phases := Phases(report))("grammars"):
+                engine._grammars.load()
+            engine.facts = dataclasses.replace(engine.facts, phases_s={**engine.facts.phases_s, **phases.seconds})
+        return engine
 
     @property
     def has_work(self) -> bool:
@@ -216,13 +223,16 @@ class Engine:
         return freed
 
     def prepare(self) -> bool:
-        """Change over to better backends, capture one more graph, or load a grammar compiler, whichever is first to be done."""
+        """Change over to better backends, capture one more graph, or compile the usual grammar, whichever is first to be done."""
         self._ranks.check()
         self._kv_events.publish()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
-        return self._runner.prepare(self._num_guesses) or self._grammars.prepare()
+        if self._runner.prepare(self._num_guesses):
+            return True
+        self._grammars.prepare()
+        return False
 
     def close(self) -> None:
         """End what still compiles for this engine, and its other ranks."""

@@ -63,7 +63,6 @@ class Compilers:
 
     def __init__(self, registry: Registry, vocabulary: Vocabulary) -> None:
         self._offers: list[Offer[GrammarSpec]] = ranked(registry.offers(GrammarSpec))
-        self._unprepared = list(self._offers)
         self._absent = absent_plugins(registry.records)
         self._vocabulary = vocabulary
         self._loading = threading.Lock()
@@ -95,14 +94,11 @@ class Compilers:
             return UnfinishedGrammar(finish=partial(finish, found))
         return BoundedGrammar(offer, checked(offer, found, CompiledGrammar))
 
-    def prepare(self) -> bool:
-        """Load one, so that no request pays for it. Says whether there was one to load; a failure is the first request's affair."""
-        if not self._unprepared:
-            return False
-        offer = self._unprepared.pop()
-        with suppress(EnginError), inside(offer, "load"):
-            self._compiler(offer)
-        return True
+    def load(self) -> None:
+        """Load all, so that no request pays for it; a failure is the first request's affair."""
+        for offer in self._offers:
+            with suppress(EnginError), inside(offer, "load"):
+                self._compiler(offer)
 
     def _compiler(self, offer: Offer[GrammarSpec]) -> GrammarCompiler:
         with self._loading:
@@ -138,16 +134,17 @@ class GrammarQueue:
         """Raise `RequestError` where no plugin can compile it."""
         self._compilers.choose(grammar.kind)
 
-    def prepare(self) -> bool:
-        """Use a moment without work: load a compiler, and have it begin with what most ask for. Says whether it loaded one."""
-        if self._compilers.prepare():
-            return True
+    def load(self) -> None:
+        """Load the compilers that there are, in this thread."""
+        self._compilers.load()
+
+    def prepare(self) -> None:
+        """Use a moment without work: begin with what most ask for."""
         if USUAL not in self._kept and USUAL not in self._jobs:
             with suppress(RequestError):
                 self.check(USUAL)
                 self._wanted(USUAL, "").num_waiting += 1
                 self._quick.start()
-        return False
 
     def begin(self, request_id: str, grammar: Grammar, client: str = "") -> None:
         """Have the grammar compiled, unless it is or was."""

@@ -33,7 +33,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         prompts: list[PromptEncoder] = []
 
         def build() -> OpenRequests:
-            engine = Engine.build(asked, registry_for(asked))
+            engine = Engine.build(asked, registry_for(asked), grammars=True)
             prompts.append(PromptEncoder.load(engine.facts, asked))
             return OpenRequests(engine, prompts[0].tokenizer)
 

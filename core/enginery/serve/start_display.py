@@ -28,6 +28,7 @@ _TEXTS: Final = {
     "pool": "allocating the KV cache",
     "warm up": "running each kind of step once, compiling what is not compiled",
     "graphs": "capturing graphs",
+    "grammars": "reading the vocabulary for structured output",
 }
 _PARTS: Final = ("family", "weight format", "ops", "schedule policy", "drafter", "tool parser", "reasoning parser", "routes")
 

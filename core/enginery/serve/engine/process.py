@@ -191,7 +191,7 @@ def _exit_when_stdin_ends() -> None:
 def _build(options: EngineOptions, registry: Registry, report: ReportProgress) -> EngineLike:
     from enginery.engine.engine import Engine
 
-    return Engine.build(options, registry, report)
+    return Engine.build(options, registry, report, grammars=True)
 
 
 def _within(options: EngineOptions, share: HostShare) -> EngineOptions:

@@ -1,11 +1,15 @@
-"""What several files of these tests run with."""
+"""What several files of these tests run with. Makes the small tokenizers importable."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from engine.rank_pair import KeptRanks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core" / "text"))
 
 
 @pytest.fixture(scope="module")

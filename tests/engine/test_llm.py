@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from pairwise import in_turn
+from tokenizers_made import byte_fallback, save
 
-from enginery import LLM, SamplingParams
+from enginery import LLM, AsyncLLM, SamplingParams
 from enginery.config.schema import EngineOptions
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
 from enginery.plugin.registry import Registry
+from enginery.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -335,3 +338,26 @@ def test_no_longer_context_is_promised_than_the_pages_hold(echo: Path) -> None:
     with pytest.raises(RequestError, match="32"):
         model.generate([list(range(40))])
     assert len(model.generate([[1, 2]], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))[0].token_ids) == 30
+
+
+def test_text_goes_on_behind_its_prompt_with_the_blank_of_a_sentencepiece_vocabulary(echo: Path) -> None:
+    """As the server tells it. A chat's answer begins without one, unless it goes on with the final message."""
+    tokenizer = save(byte_fallback(), echo, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = json.loads((echo / "config.json").read_text())
+    (echo / "config.json").write_text(json.dumps({**config, "vocab_size": 400}))
+    the = Tokenizer.from_folder(tokenizer).encode("the", add_special_tokens=False)[0]
+    params = SamplingParams(temperature=0, max_tokens=1, logit_bias={the: 100})
+    said = [{"role": "assistant", "content": "the fox"}]
+    with llm(echo) as model:
+        ids = Tokenizer.from_folder(tokenizer).encode("the fox", add_special_tokens=True)
+        assert [each.text for each in model.generate(["the fox", ids, [1]], params)] == [" the", " the", "the"]
+        assert "".join(delta.text for delta in model.stream("the fox", params)) == " the"
+        assert model.chat(said, params).text == "the"
+        assert "".join(delta.text for delta in model.stream(said, params)) == "the"
+        assert model.chat(said, params, continue_final_message=True).text == " the"
+
+    async def both() -> list[str]:
+        async with AsyncLLM(str(echo), load_format="dummy", num_pages=64, dtype="float32") as model:
+            return [(await model.generate(prompt, params)).text for prompt in ("the fox", said)]
+
+    assert asyncio.run(both()) == [" the", "the"]

@@ -47,7 +47,7 @@ def as_deltas_should_be(generation: Generation) -> list[tuple[str, tuple[int, ..
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
     """Every engine that is built."""
     build = Engine.build
-    monkeypatch.setattr(Engine, "build", lambda *asked: BUILT.append(build(*asked)) or BUILT[-1])
+    monkeypatch.setattr(Engine, "build", lambda *asked, **how: BUILT.append(build(*asked, **how)) or BUILT[-1])
     yield BUILT
     BUILT.clear()
 

@@ -27,6 +27,7 @@ from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError
 from enginery.llm.open_requests import OpenRequests
+from enginery.llm.prompts import Encoded
 from enginery.plugin.registry import Registry
 from enginery.speculate.length import told_on_average
 from enginery.worker.device import torch_device
@@ -129,7 +130,7 @@ def _one_pass(engine: Engine, workload: Workload, *, seed: int) -> BenchRun:
     growing = [
         part
         for index, (prompt, params) in enumerate(zip(prompts, workload.params(), strict=True))
-        for part in requests.submit(str(index), tuple(prompt), params)
+        for part in requests.submit(str(index), Encoded(tuple(prompt)), params)
     ]
     while engine.has_work:
         requests.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +41,8 @@ def generate(
     engine, side = build_engine(options)
     params = SamplingParams(**(side.defaults.given() | dict(sampling)))
     token_ids = tuple(side.tokenizer.encode(text, add_special_tokens=True))
-    for piece in stream_text(engine, side.tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
+    request = GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)
+    for piece in stream_text(engine, side.tokenizer, request, after=token_ids[-1:]):
         print(piece, end="", flush=True)
     print()
 
@@ -75,11 +76,16 @@ def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
     return engine, side
 
 
-def stream_text(engine: EngineLike, tokenizer: Tokenizer, request: GenerationRequest) -> Iterator[str]:
-    """Run one request alone; what is left of it is aborted when the iterator is closed. Raises `EnginError`."""
+def stream_text(
+    engine: EngineLike, tokenizer: Tokenizer, request: GenerationRequest, *, after: Sequence[int] = ()
+) -> Iterator[str]:
+    """Run one request alone; what is left of it is aborted when the iterator is closed. after: see `CompletionText`.
+
+    Raises `EnginError`.
+    """
     from enginery.text.detokenize import CompletionText
 
-    completion = CompletionText(tokenizer, request.params)
+    completion = CompletionText(tokenizer, request.params, after=after)
     engine.submit(request)
     try:
         while engine.has_work:

@@ -17,7 +17,7 @@ from enginery.llm.answers import Completion, Embedding, Generation, GenerationDe
 from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
-from enginery.llm.prompts import Messages, Prompt, PromptEncoder, checked_params
+from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, checked_params
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
@@ -64,14 +64,14 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
         request_id: for `abort`; then what there is comes back, with that reason. Raises `RequestError` when it cannot be served.
         """
-        asked, ids = checked_params(params), await self._encode(prompt)
+        asked, encoded = checked_params(params), await self._encode(prompt)
         completions: list[list[GenerationDelta]] = [[] for _ in range(asked.n)]
-        async with aclosing(self._stream(ids, asked, request_id=request_id)) as deltas:
+        async with aclosing(self._stream(encoded, asked, request_id=request_id)) as deltas:
             async for delta in deltas:
                 completions[delta.index].append(delta)
         first = completions[0][0]
         return Generation(
-            prompt_token_ids=ids,
+            prompt_token_ids=encoded.ids,
             completions=tuple(map(_joined, completions)),
             prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=first.usage.num_cached_tokens,
@@ -81,29 +81,29 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Answer one prompt as `generate` does, and give its tokens as they come. Closing it ends the request."""
-        asked, ids = checked_params(params), await self._encode(prompt)
-        async with aclosing(self._stream(ids, asked, request_id=request_id)) as deltas:
+        asked, encoded = checked_params(params), await self._encode(prompt)
+        async with aclosing(self._stream(encoded, asked, request_id=request_id)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def embed(self, prompt: Prompt | Messages, *, normalize: bool = True) -> Embedding:
         """The hidden state of one prompt's last token; see `LLM.embed`. For many, gather many calls."""
         self._prompts.check_pooling()
-        ids = await self._encode(prompt)
-        async with aclosing(self._stream(ids, EMBEDDED, embed=True)) as deltas:
+        encoded = await self._encode(prompt)
+        async with aclosing(self._stream(encoded, EMBEDDED, embed=True)) as deltas:
             found = [delta async for delta in deltas]
-        return embedding(ids, found[0].embedding, normalize=normalize)
+        return embedding(encoded.ids, found[0].embedding, normalize=normalize)
 
     def abort(self, request_id: str) -> None:
         """End a request of that id, from any thread; whoever waits for it gets what there is. Others are not touched."""
         if (name := self._names.get(request_id)) is not None:
             self._thread.abort(name)
 
-    async def _encode(self, prompt: Prompt | Messages) -> tuple[int, ...]:
+    async def _encode(self, prompt: Prompt | Messages) -> Encoded:
         return await asyncio.to_thread(self._prompts.encode_any, prompt)  # a template may take seconds
 
     async def _stream(
-        self, ids: tuple[int, ...], params: SamplingParams, *, request_id: str | None = None, embed: bool = False
+        self, encoded: Encoded, params: SamplingParams, *, request_id: str | None = None, embed: bool = False
     ) -> AsyncGenerator[GenerationDelta, None]:
         if request_id in self._names:
             raise RequestError(f"the request_id {request_id!r} is in use; choose another", param="request_id")
@@ -112,7 +112,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         def tell(told: GenerationDelta | EnginError) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, told)
 
-        self._thread.submit(name, ids, params, tell=tell, embed=embed)
+        self._thread.submit(name, encoded, params, tell=tell, embed=embed)
         if request_id is not None:
             self._names[request_id] = name
         num_open = params.n

@@ -16,6 +16,7 @@ from enginery.contracts.request import FinishReason, SamplingParams
 from enginery.errors import EngineDied, EnginError
 from enginery.llm.answers import GenerationDelta, GrowingCompletion
 from enginery.llm.open_requests import OpenRequests
+from enginery.llm.prompts import Encoded
 
 Tell = Callable[[GenerationDelta | EnginError], None]
 _log: Final = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class EngineThread:
         self._thread.start()
         self.facts = started.result()
 
-    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, *, tell: Tell, embed: bool = False) -> None:
+    def submit(self, name: str, prompt: Encoded, params: SamplingParams, *, tell: Tell, embed: bool = False) -> None:
         """Queue a request. name: unlike any other's. embed: see `OpenRequests.submit`.
 
         tell: called on the thread, with deltas until all `params.n` completions have ended, or with an error and then nothing more.
@@ -52,7 +53,7 @@ class EngineThread:
         with self._ending:
             if self._end is not None:
                 raise EngineDied(f"the engine is gone: {self._end}")
-            self._calls.put(partial(self._submit, name, ids, params, tell, embed=embed))
+            self._calls.put(partial(self._submit, name, prompt, params, tell, embed=embed))
 
     def abort(self, name: str) -> None:
         """End a request; its last deltas have the reason abort. One that is not open is ignored."""
@@ -98,13 +99,13 @@ class EngineThread:
             return grown
 
     def _submit(
-        self, name: str, ids: tuple[int, ...], params: SamplingParams, tell: Tell, requests: OpenRequests, *, embed: bool
+        self, name: str, prompt: Encoded, params: SamplingParams, tell: Tell, requests: OpenRequests, *, embed: bool
     ) -> None:
         found = _Open(tell=tell, parts=[])
         try:
             if self._end is not None:
                 raise EngineDied(f"the engine is gone: {self._end}")
-            found.parts = requests.submit(name, ids, params, embed=embed)
+            found.parts = requests.submit(name, prompt, params, embed=embed)
             self._open[name] = found
         except EnginError as error:
             self._tell(name, found, error, requests)

@@ -20,7 +20,7 @@ from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Embedding, Generation, GenerationDelta, GrowingCompletion, embedding, generation
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
-from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch, checked_params
+from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, as_batch, checked_params
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
 
@@ -77,7 +77,7 @@ class LLM(AbstractContextManager["LLM"]):
         {"enable_thinking": False}.
         add_generation_prompt: begin the answer; None: unless the final message, the assistant's, is to be continued.
         """
-        ids = self._prompts.encode_chat(
+        prompt = self._prompts.encode_chat(
             messages,
             template=chat_template,
             tools=tools,
@@ -85,7 +85,7 @@ class LLM(AbstractContextManager["LLM"]):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.generate([ids], params, progress=progress)[0]
+        return self._generate([prompt], [checked_params(params)], progress=progress)[0]
 
     def embed(self, prompts: Prompt | Iterable[Prompt], *, normalize: bool = True, progress: bool | None = None) -> list[Embedding]:
         """The hidden state of each prompt's last token after the last norm, in their order, as /v1/embeddings has it.
@@ -95,10 +95,9 @@ class LLM(AbstractContextManager["LLM"]):
         """
         self._live()
         self._prompts.check_pooling()
-        token_ids = [self._prompts.encode(prompt) for prompt in as_batch(prompts)]
-        with self._turn:
-            growing = self._run(self._live(), token_ids, [EMBEDDED] * len(token_ids), progress=progress, embed=True)
-        return [embedding(ids, parts[0].embedding, normalize=normalize) for ids, parts in zip(token_ids, growing, strict=True)]
+        encoded = [self._prompts.encode(prompt) for prompt in as_batch(prompts)]
+        growing = self._run(encoded, [EMBEDDED] * len(encoded), progress=progress, embed=True)
+        return [embedding(ids, parts[0].embedding, normalize=normalize) for (ids, _), parts in zip(encoded, growing, strict=True)]
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[GenerationDelta]:
         """Answer one prompt, and give its tokens as they come. A prompt is text, a list of token ids, or the messages of a chat.
@@ -126,10 +125,11 @@ class LLM(AbstractContextManager["LLM"]):
         each = list(map(checked_params, params if isinstance(params, Sequence) else [params] * len(batch)))
         if len(each) != len(batch):
             raise RequestError(f"there are {len(batch)} prompts and {len(each)} params; give one, or one for each", param="params")
-        token_ids = [self._prompts.encode(prompt) for prompt in batch]
-        with self._turn:
-            growing = self._run(self._live(), token_ids, each, progress=progress)
-        return [generation(ids, parts) for ids, parts in zip(token_ids, growing, strict=True)]
+        return self._generate([self._prompts.encode(prompt) for prompt in batch], each, progress=progress)
+
+    def _generate(self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], *, progress: bool | None) -> list[Generation]:
+        growing = self._run(encoded, params, progress=progress)
+        return [generation(ids, parts) for (ids, _), parts in zip(encoded, growing, strict=True)]
 
     def _live(self) -> OpenRequests:
         if self._requests is None:
@@ -139,33 +139,29 @@ class LLM(AbstractContextManager["LLM"]):
         return self._requests
 
     def _run(
-        self,
-        requests: OpenRequests,
-        prompts: Sequence[tuple[int, ...]],
-        params: Sequence[SamplingParams],
-        *,
-        progress: bool | None,
-        embed: bool = False,
+        self, prompts: Sequence[Encoded], params: Sequence[SamplingParams], *, progress: bool | None, embed: bool = False
     ) -> list[list[GrowingCompletion]]:
         growing: list[list[GrowingCompletion]] = []
-        try:
-            for ids, asked in zip(prompts, params, strict=True):
-                growing.append(requests.submit(next(self._names), ids, asked, embed=embed))
-            left = set(itertools.chain.from_iterable(growing))
-            total = len(left)
-            shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
-            with Progress(disable=not shown, transient=True) as bar:
-                task = bar.add_task("generating", total=total)
-                while left:
-                    left -= {part for part in requests.step() if _has_ended(part, left)}
-                    bar.update(task, completed=total - len(left))
-        finally:
-            requests.abort(itertools.chain.from_iterable(growing))
+        with self._turn:
+            requests = self._live()
+            try:
+                for prompt, asked in zip(prompts, params, strict=True):
+                    growing.append(requests.submit(next(self._names), prompt, asked, embed=embed))
+                left = set(itertools.chain.from_iterable(growing))
+                total = len(left)
+                shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
+                with Progress(disable=not shown, transient=True) as bar:
+                    task = bar.add_task("generating", total=total)
+                    while left:
+                        left -= {part for part in requests.step() if _has_ended(part, left)}
+                        bar.update(task, completed=total - len(left))
+            finally:
+                requests.abort(itertools.chain.from_iterable(growing))
         return growing
 
-    def _stream(self, ids: tuple[int, ...], params: SamplingParams) -> Iterator[GenerationDelta]:
+    def _stream(self, prompt: Encoded, params: SamplingParams) -> Iterator[GenerationDelta]:
         with self._turn:
-            parts = self._live().submit(next(self._names), ids, params)
+            parts = self._live().submit(next(self._names), prompt, params)
         try:
             while parts:
                 with self._turn:

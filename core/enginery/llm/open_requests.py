@@ -10,6 +10,7 @@ from enginery.contracts.request import GenerationRequest, RequestOutput, Samplin
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
 from enginery.llm.answers import GrowingCompletion
+from enginery.llm.prompts import Encoded
 from enginery.text.detokenize import CompletionText
 from enginery.text.tokenizer import Tokenizer
 
@@ -24,25 +25,25 @@ class OpenRequests:
         self._tokenizer = tokenizer
         self._open: dict[str, GrowingCompletion] = {}
 
-    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, *, embed: bool = False) -> list[GrowingCompletion]:
+    def submit(self, name: str, prompt: Encoded, params: SamplingParams, *, embed: bool = False) -> list[GrowingCompletion]:
         """Send the `params.n` requests of one prompt to the engine, and return their completions, which `step` grows.
 
-        ids: the prompt's tokens. name: unique among what is open. embed: the prompt's embedding is all that is wanted, with
-        `EMBEDDED` as params. Raises `EnginError`; then none of them is open.
+        name: unique among what is open. embed: the prompt's embedding is all that is wanted, with `EMBEDDED` as params. Raises
+        `EnginError`; then none of them is open.
         """
         if params.stop and self._tokenizer is None:
             folder = self.engine.facts.folder
             raise CheckpointError(f"{folder} has no tokenizer.json, which stop strings need; use stop_token_ids")
         group: list[GrowingCompletion] = []
         try:
-            asked = GenerationRequest(request_id=name, prompt_token_ids=ids, params=params, embed=embed, prompt_only=embed)
+            asked = GenerationRequest(request_id=name, prompt_token_ids=prompt.ids, params=params, embed=embed, prompt_only=embed)
             for index, request in enumerate(choices_of(asked)):
                 if index:  # the prompt's log-probabilities are the same for all of its completions: the first one reports them
                     request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
                 self.engine.submit(request)
-                text = None if self._tokenizer is None else CompletionText(self._tokenizer, params)
+                text = None if self._tokenizer is None else CompletionText(self._tokenizer, params, after=prompt.after)
                 growing = GrowingCompletion(
-                    request_id=request.request_id, name=name, index=index, num_prompt_tokens=len(ids), text=text
+                    request_id=request.request_id, name=name, index=index, num_prompt_tokens=len(prompt.ids), text=text
                 )
                 group.append(growing)
                 self._open[request.request_id] = growing

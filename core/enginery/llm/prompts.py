@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeGuard, cast
+from typing import Any, NamedTuple, SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -17,6 +17,13 @@ from enginery.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, object]]
+
+
+class Encoded(NamedTuple):
+    """A prompt's tokens. after: its last, where the answer's text goes on with the prompt's; see `CompletionText`."""
+
+    ids: tuple[int, ...]
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +50,29 @@ class PromptEncoder:
     def tokenizer(self) -> Tokenizer | None:
         return None if self.text is None else self.text.tokenizer
 
-    def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def encode(self, prompt: str | tuple[int, ...]) -> Encoded:
         """A text's tokens, with what the model puts around a text; tokens as they are."""
-        if not isinstance(prompt, str):
-            return prompt
-        return tuple(self._text("give prompts as lists of token ids").tokenizer.encode(prompt, add_special_tokens=True))
+        if isinstance(prompt, str):
+            prompt = tuple(self._text("give prompts as lists of token ids").tokenizer.encode(prompt, add_special_tokens=True))
+        return Encoded(prompt, prompt[-1:])
 
-    def encode_chat(self, messages: Messages, *, tools: Messages = (), template: str | None = None, **how: Any) -> tuple[int, ...]:
+    def encode_chat(self, messages: Messages, *, tools: Messages = (), template: str | None = None, **how: Any) -> Encoded:
         """A conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template; see `ChatTemplate.render`."""
         if not isinstance(messages, Sequence) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}, but must be a list of role and content", param="messages")
         text = self._text("chats need one; use generate with token ids")
         _check_tools(tools, template or text.template.source)
         rendered = text.template.render([_plain(one) for one in messages], tools=tools, template=template, **how)
-        return tuple(text.tokenizer.encode(rendered, add_special_tokens=False))
+        ids = tuple(text.tokenizer.encode(rendered, add_special_tokens=False))
+        return Encoded(ids, ids[-1:] if how.get("continue_final_message") else ())
 
-    def encode_any(self, prompt: Prompt | Messages) -> tuple[int, ...]:
+    def encode_any(self, prompt: Prompt | Messages) -> Encoded:
         """The tokens of one prompt: text, token ids, or the messages of a chat. Raises `RequestError`."""
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             return self.encode_chat(cast("Messages", prompt))
-        return _token_ids(prompt)
+        return self.encode(_token_ids(prompt))
 
     def check_pooling(self) -> None:
         """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""

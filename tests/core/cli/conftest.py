@@ -18,9 +18,15 @@ from enginery.config.schema import EngineOptions  # noqa: E402
 
 
 @pytest.fixture
-def folder(tmp_path):
+def make():
+    """Makes the tokenizer."""
+    return byte_level
+
+
+@pytest.fixture
+def folder(tmp_path, make):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    path = save(byte_level(), tmp_path / "checkpoint", chat_template=template)
+    path = save(make(), tmp_path / "checkpoint", chat_template=template)
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     return path
 

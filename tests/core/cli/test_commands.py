@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from fake_engine import FAIL
+from tokenizers_made import byte_fallback
 
 from enginery import __version__
 from enginery.cli import chat, generate
@@ -86,6 +87,12 @@ def test_a_failed_request_is_an_error(engine, folder):
 
 def test_generate_continues_its_argument(console):
     assert console("generate", "hello world", "--max-tokens", "40") == ("hello world\n", "", 0)
+
+
+@pytest.mark.parametrize("make", [byte_fallback])
+def test_generate_keeps_the_blank_behind_a_prompt_and_chat_begins_without(console):
+    assert console("generate", "the fox", "--max-tokens", "40") == (" the fox\n", "", 0)
+    assert console("chat", "--max-tokens", "40", lines=["the fox"])[0] == "<user>the fox\n"
 
 
 @pytest.mark.parametrize("prompt", [(), ("-",)])

@@ -75,7 +75,7 @@ NO_PARSERS: Final = Parsers()
 class AnswerFormat:
     """How the answers to one request are read. is_inside: the prompt ends within reasoning. parallel: several calls are allowed.
 
-    calls_only: an answer is nothing else, so that half a tag at its end is no content. or_json: else it is JSON if it is not calls.
+    calls_only: so that half a tag at its end is no content. or_json: it is calls or JSON. goes_on: with the text of the prompt.
     """
 
     reasoning: ParserSpec | None = None
@@ -85,6 +85,7 @@ class AnswerFormat:
     parallel: bool = True
     calls_only: bool = False
     or_json: bool = False
+    goes_on: bool = False
 
     @property
     def needs_special_tokens(self) -> bool:

@@ -60,10 +60,10 @@ class _Choice:
     """The text of one choice as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, job: Job, how: AnswerFormat | None) -> None:
-        self._job = job
-        self._text = CompletionText(tokenizer, job.request.params, after=job.prompt.token_ids[-1:] if how is None else ())
-        self._reader = AnswerReader(how or AnswerFormat())
-        self._counts_reasoning = how is not None and how.reasoning is not None
+        self._job, how = job, how or AnswerFormat(goes_on=True)
+        self._text = CompletionText(tokenizer, job.request.params, after=job.prompt.token_ids[-1:] if how.goes_on else ())
+        self._reader = AnswerReader(how)
+        self._counts_reasoning = how.reasoning is not None
 
     def feed(self, output: RequestOutput) -> ChoiceDelta:
         """What the output adds. A stop string, or a call, may end the choice before the engine does."""

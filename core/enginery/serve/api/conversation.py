@@ -169,21 +169,20 @@ def _how_to_read(
     if is_inside and must_follow:
         assert spec is not None
         text, is_inside = text + spec.close, False
-    how = AnswerFormat(
+    return text, AnswerFormat(
         reasoning=spec,
         tool_parser=model.parsers.tools if tools else None,
         tools=_for_parser(tools, asked.tool_choice),
         is_inside=is_inside,
         parallel=asked.parallel_tool_calls is not False,
         calls_only=must_call,
+        goes_on=asked.continue_final_message is True,
     )
-    return text, how
 
 
 def _opens_reasoning(final: ChatMessage, spec: ParserSpec) -> bool:
     """Whether a message that is to be continued ends within reasoning."""
-    begin, end = spec.tags
-    text = str(final.for_template()["content"])
+    (begin, end), text = spec.tags, str(final.for_template()["content"])
     return bool(begin) and text.lstrip().startswith(begin) and end not in text
 
 

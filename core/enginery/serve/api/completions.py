@@ -92,11 +92,9 @@ class _ChoiceLayout:
     """Writes one choice, in parts or as a whole."""
 
     def __init__(self, job: Job, asked: CompletionRequest, tokenizer: Tokenizer) -> None:
-        self._job = job
-        self._asked = asked
-        self._tokenizer = tokenizer
-        self._legacy = LegacyLayout(tokenizer)
-        self._echoed = False
+        self._job, self._asked, self._tokenizer, self._echoed = job, asked, tokenizer, False
+        skips, begins = asked.skip_special_tokens is not False, job.prompt.token_ids[-1] in tokenizer.special_ids
+        self._legacy = LegacyLayout(tokenizer, skips=skips, begins=begins)
 
     def part(self, delta: ChoiceDelta) -> CompletionChoice | None:
         """The part that one delta adds; None for nothing. `echo` puts the prompt in front, once its log-probabilities are there."""
@@ -123,22 +121,11 @@ class _ChoiceLayout:
         prompt = self._job.prompt
         return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if prompt.text is None else prompt.text
 
-    def _hidden_of_prompt(self) -> frozenset[int]:
-        """What the tokenizer put around the prompt's text; in a text that is made of tokens everything is written."""
-        text, token_text = self._job.prompt.text, self._tokenizer.token_text
-        special = self._tokenizer.special_ids.intersection(self._job.prompt.token_ids)
-        return frozenset() if text is None else frozenset(each for each in special if token_text(each) not in text)
-
     def _lay_out(self, prompt: PromptLogprobs | None, own: Sequence[TokenLogprob]) -> LegacyLogprobs | None:
         if self._asked.logprobs is None:
             return None
         token_ids = [found.token_id for found in own]
-        logprobs: list[TokenLogprob | None] = [*own]
-        skips = self._asked.skip_special_tokens is not False
-        shown = [not (skips and token_id in self._tokenizer.special_ids) for token_id in token_ids]
         if self._asked.echo and prompt is not None:
-            hidden = self._hidden_of_prompt()
-            shown = [*(token_id not in hidden for token_id in self._job.prompt.token_ids), *shown]
-            token_ids = [*self._job.prompt.token_ids, *token_ids]
-            logprobs = [*prompt, *logprobs]
-        return self._legacy.lay_out(token_ids, logprobs, shown=shown) if token_ids else None
+            ids = self._job.prompt.token_ids
+            return self._legacy.lay_out([*ids, *token_ids], [*prompt, *own], num_echoed=len(ids), text=self._prompt_text())
+        return self._legacy.lay_out(token_ids, own) if token_ids else None

@@ -13,31 +13,44 @@ from enginery.text.tokenizer import Tokenizer
 
 
 class LegacyLayout:
-    """Log-probabilities as /v1/completions tells them: parallel lists. `text_offset` goes on from call to call."""
+    """Log-probabilities as /v1/completions tells them: parallel lists. `text_offset` goes on from call to call.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._offset = 0
+    skips: special tokens of the answer are in no text. begins: its text begins without the blank of its first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skips: bool, begins: bool) -> None:
+        self._tokenizer, self._skips, self._begins, self._offset = tokenizer, skips, begins, 0
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def lay_out(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], *, shown: Sequence[bool]
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], *, num_echoed: int = 0, text: str = ""
     ) -> LegacyLogprobs:
         """The lists for some tokens. The likeliest tokens always hold the token itself. The first token of a prompt has None.
 
-        shown: which of them the text has; offsets do not count the others. A token within a character has that character's.
+        num_echoed: so many are the prompt's, whose text is `text`. A token within a character has that character's offset.
         """
         offsets = []
-        for token_id, is_shown in zip(token_ids, shown, strict=True):
+        for place, token_id in enumerate(token_ids):
+            self._offset = len(text) if text and place == num_echoed else self._offset
             offsets.append(self._offset)
-            if is_shown:
-                self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
+            self._offset += self._length(token_id, text if place < num_echoed else None)
         return LegacyLogprobs(
             tokens=[self._tokenizer.token_text(token_id) for token_id in token_ids],
             token_logprobs=[None if found is None else found.logprob for found in logprobs],
             top_logprobs=[None if found is None else self._top(found) for found in logprobs],
             text_offset=offsets,
         )
+
+    def _length(self, token_id: int, text: str | None) -> int:
+        """How many characters of the text a token ends. text: the prompt's, which may lack special tokens, and blanks of words."""
+        tokenizer, is_special = self._tokenizer, token_id in self._tokenizer.special_ids
+        chars = self._characters.decode(b"" if text is None and is_special and self._skips else tokenizer.token_bytes(token_id))
+        if text is not None:
+            found = (len(each) for each in (chars, chars.removeprefix(" ")) if text.startswith(each, self._offset))
+            return next(found, 0 if is_special else len(chars))
+        begins = self._begins and not tokenizer.decode([token_id], skip_special_tokens=False).startswith(" ")
+        self._begins = self._begins and not chars
+        return len(chars.removeprefix(" ") if begins else chars)
 
     def _top(self, found: TokenLogprob) -> dict[str, float]:
         likeliest = reversed([*found.top, (found.token_id, found.logprob)])  # of tokens that look alike, the likeliest stays

@@ -24,6 +24,7 @@ _CLEANED: Final = (
     *((" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
 )
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token that spells a byte
+_MANY: Final = 4096  # tokens, a millisecond of decoding
 _NO_TEXT: Final = "the text holds half a surrogate pair, which is no Unicode text"
 
 
@@ -90,7 +91,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids`; those that stand for no token are left out."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) > _MANY:  # the library lets other threads run beside batches only; to give way for a few would take longer
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         for spaced, closed in _CLEANED if self.cleans_up else ():
             text = text.replace(spaced, closed)
         return text

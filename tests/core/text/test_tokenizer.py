@@ -135,8 +135,11 @@ def test_tokens_in_another_layout_are_named_and_not_left_out(config, tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_other_threads_run_while_a_long_text_becomes_tokens(tmp_path):
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_becomes_tokens_or_tokens_a_text(way, tmp_path):
     tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path))
+    text = "what it is: 日本語\n" * 30_000
+    ids = tokenizer.encode(text, add_special_tokens=False) if way == "decode" else []
     num_turns, done = 0, threading.Event()
 
     def count_turns():
@@ -146,7 +149,10 @@ def test_other_threads_run_while_a_long_text_becomes_tokens(tmp_path):
 
     other = threading.Thread(target=count_turns)
     other.start()
-    tokenizer.encode("what it is: 日本語\n" * 30_000, add_special_tokens=True)  # a quarter of a second at the least
+    if way == "encode":  # a quarter of a second at the least
+        tokenizer.encode(text, add_special_tokens=True)
+    else:
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
     done.set()
     other.join()
     assert num_turns > 20

@@ -60,6 +60,7 @@ ONE = {
     "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
     "longcat": f"<longcat_tool_call>\n{OBJECT}\n</longcat_tool_call>",
     "granite3": f"<|tool_call|>[{OBJECT}]",
+    "phi4-mini": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
     "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
     "jamba": f"<tool_calls>[\n    {OBJECT}\n]</tool_calls>",
     "minimax-m1": f"<tool_calls>\n{OBJECT}\n</tool_calls>",

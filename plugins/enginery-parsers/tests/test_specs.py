@@ -44,6 +44,10 @@ GEMMA = "{{ bos_token }}{{ '<start_of_turn>' + role + '\\n' + message['content']
 GRANITE = "{{ 'Respond only with <|tool_call|> followed by a JSON list. Write your thoughts between <think></think>' }}"
 MISTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS][' }}{{- tool_call.function | tojson }}{{- ']' + eos_token }}"
 DEVSTRAL = "[AVAILABLE_TOOLS]{{- '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}"
+MAGISTRAL = DEVSTRAL + "{%- set d = 'Draft your thinking: [THINK]Your thoughts.[/THINK]Here, a self-contained response.' %}"
+PHI4 = "{{ '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}"
+PHI4_WITH_CALLS = PHI4 + "{{ '<|tool_call|>' + calls | tojson + '<|/tool_call|>' }}"
+PHI4_TOKENS = ("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>")
 CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
 
 
@@ -79,6 +83,10 @@ CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_en
         (GRANITE, (), {"granite3", "think"}),
         (MISTRAL, (), {"mistral"}),
         (DEVSTRAL, (), {"mistral-args"}),
+        (MAGISTRAL, (), {"mistral-args", "magistral"}),
+        (PHI4, PHI4_TOKENS, {"phi4-mini"}),
+        (PHI4, (), set()),
+        (PHI4_WITH_CALLS, (), {"phi4-mini"}),
         (R1, (), {"deepseek-v3", "deepseek-r1"}),
         (V31, (), {"deepseek-v3.1", "deepseek-r1"}),
         (GLM45, (), {"glm4", "glm"}),

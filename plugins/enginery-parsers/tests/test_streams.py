@@ -37,11 +37,13 @@ REASONING = [spec.name for spec in PARSERS if spec.kind == "reasoning"]
 ALIKE = {
     "longcat": ("hermes", r"(?<=<)(/?)(?=tool_)", r"\1longcat_"),
     "longcat-tags": ("glm4", r"(?<=<)(/?)(?=tool_|arg_)", r"\1longcat_"),
+    "phi4-mini": ("hermes", r"<(/?)(tool_ca(?:ll)?)(>?)", lambda match: f"<|{match[1]}{match[2]}{'|>' * bool(match[3])}"),
     "nemotron": ("hermes", r"(?<=<)(/?)tool_(ca(?:ll)?)", lambda match: f"{match[1]}TOOL{match[2].upper()}"),
     "jamba": ("hermes", r"tool_call>", "tool_calls>"),
     "minimax-m1": ("nemotron", r"TOOLCALL>", "tool_calls>"),
     "mistral": ("mistral-args", r"$^", ""),  # one parser reads both
     "longcat-think": ("reasoning", r"(?<=<)(/?)(?=thi)", r"\1longcat_"),
+    "magistral": ("reasoning", r"<(/?)(thi(?:nk)?)(>?)", lambda match: f"[{match[1]}{match[2].upper()}{']' * bool(match[3])}"),
 }
 TOOLS = (
     Tool(
@@ -231,6 +233,7 @@ PARTS_OF = {
     ],
     "minimax-text": ["<function_call>", "```typescript\nfunctions.", "functions.", "get_time(", ")\n", "```"],
     "granite3": ["<|tool_call|>", "<|tool_call|>[", '{"name": "get_time"}', "]", "}}, "],
+    "phi4-mini": ["<|tool_call|>[", "<|tool_call|>", "]<|/tool_call|>", "<|/tool_call|>", '{"name": "get_time"}', "}}, "],
     "nemotron": ["<TOOLCALL>[", "<TOOLCALL>", "]</TOOLCALL>", "</TOOLCALL>", '{"name": "get_time"}', "}}, "],
     "jamba": ["<tool_calls>[", "<tool_calls>", "]</tool_calls>", "</tool_calls>", '{"name": "get_time"}', "}}, "],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "get_time"}', "]", "}}, ", '"id": "abc123def"'],
@@ -241,6 +244,7 @@ PARTS_OF = {
         "</longcat_arg_value>",
     ],
     "longcat-think": ["<longcat_think>", "</longcat_think>"],
+    "magistral": ["[THINK]", "[/THINK]"],
     "lfm2": [
         *(
             "<|tool_call_start|>[",
@@ -288,7 +292,7 @@ def test_nothing_of_any_text_is_lost_or_doubled(name: str, data: st.DataObject) 
     events = parsed(SPECS[name], [text])
     texts = [event.text for event in events if isinstance(event, ContentText | ReasoningText | ArgumentsText)]
     assert re.findall(r"w\d+w", "".join(texts)) == re.findall(r"w\d+w", text)
-    is_opened = text.lstrip().startswith(("<think>", "<longcat_think>"))
+    is_opened = text.lstrip().startswith(("<think>", "<longcat_think>", "[THINK]"))
     if name != "harmony-analysis" and not is_opened and all(isinstance(event, ContentText) for event in events):
         first = "\n" if name in REASONING else ""
         assert "".join(texts).lstrip(first) == text.lstrip(first)

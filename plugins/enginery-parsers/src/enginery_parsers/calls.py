@@ -178,6 +178,7 @@ class ObjectFormat:
 HERMES: Final = ObjectFormat(begin="<tool_call>", end="</tool_call>")
 LONGCAT: Final = ObjectFormat(begin="<longcat_tool_call>", end="</longcat_tool_call>")
 GRANITE: Final = ObjectFormat(begin="<|tool_call|>", end="", several=True)
+PHI: Final = ObjectFormat(begin="<|tool_call|>", end="<|/tool_call|>", several=True)
 NEMOTRON: Final = ObjectFormat(begin="<TOOLCALL>", end="</TOOLCALL>", several=True)
 TOOL_CALLS: Final = ObjectFormat(begin="<tool_calls>", end="</tool_calls>", several=True)
 

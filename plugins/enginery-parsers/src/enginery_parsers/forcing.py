@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from enginery.api import Grammar, GrammarKind, RequestError, Tool
-from enginery_parsers.calls import GRANITE, HERMES, LONGCAT, NEMOTRON, TOOL_CALLS, ObjectFormat
+from enginery_parsers.calls import GRANITE, HERMES, LONGCAT, NEMOTRON, PHI, TOOL_CALLS, ObjectFormat
 from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from enginery_parsers.framed import KIMI, MINIMAX_TEXT
 from enginery_parsers.harmony import CALL, CHANNEL, END, MESSAGE, RETURN, START
@@ -290,6 +290,7 @@ FORCED_BY: Final[Mapping[str, Callable[[Asked], Grammar | None]]] = {
     "hermes": _objects(HERMES),
     "longcat": _objects(LONGCAT),
     "granite3": _list_of_objects(GRANITE, opens="[", between=", ", closes="]"),
+    "phi4-mini": _list_of_objects(PHI, opens="[", between=", ", closes="]"),
     "nemotron": _list_of_objects(NEMOTRON, opens="[", between=", ", closes="]"),
     "jamba": _list_of_objects(TOOL_CALLS, opens="[\n    ", between=",\n    ", closes="\n]"),
     "minimax-m1": _list_of_objects(TOOL_CALLS, opens="\n", between="\n", closes="\n"),

@@ -21,6 +21,7 @@ MADE_BY: Final[Mapping[str, Callable[[ParserSetup], OutputParser]]] = {
     "hermes": partial(ObjectParser, written=calls.HERMES),
     "longcat": partial(ObjectParser, written=calls.LONGCAT),
     "granite3": partial(ObjectParser, written=calls.GRANITE),
+    "phi4-mini": partial(ObjectParser, written=calls.PHI),
     "nemotron": partial(ObjectParser, written=calls.NEMOTRON),
     "jamba": partial(ObjectParser, written=calls.TOOL_CALLS),
     "minimax-m1": partial(ObjectParser, written=calls.TOOL_CALLS),
@@ -42,6 +43,7 @@ MADE_BY: Final[Mapping[str, Callable[[ParserSetup], OutputParser]]] = {
     "deepseek-r1": ThinkParser,
     "glm": ThinkParser,
     "think": ThinkParser,
-    "longcat-think": partial(ThinkParser, tag="longcat_think"),
+    "longcat-think": partial(ThinkParser, begin="<longcat_think>", end="</longcat_think>"),
+    "magistral": partial(ThinkParser, begin="[THINK]", end="[/THINK]"),
     "harmony-analysis": HarmonyReasoning,
 }

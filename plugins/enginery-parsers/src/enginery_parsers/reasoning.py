@@ -26,9 +26,9 @@ class ThinkParser(Reader):
     the closing tag follows are content, for the parser of calls. Where a tool is strict they are not, as no grammar was followed.
     """
 
-    def __init__(self, setup: ParserSetup, tag: str = "think") -> None:
+    def __init__(self, setup: ParserSetup, *, begin: str = "<think>", end: str = "</think>") -> None:
         super().__init__()
-        self._begin, self._end = f"<{tag}>", f"</{tag}>"
+        self._begin, self._end = begin, end
         self._inside = setup.inside
         may_call = bool(setup.tools) and not any(tool.strict for tool in setup.tools)
         self._ends = Marker(self._end, *(_CALLS if may_call else ()))

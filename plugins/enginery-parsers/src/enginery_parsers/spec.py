@@ -73,6 +73,11 @@ def _is_lfm2(facts: ParserFacts) -> bool:
     return "<|tool_call_start|>" in facts.added_tokens or _shows("<|tool_call_start|>")(facts)
 
 
+def _is_phi(facts: ParserFacts) -> bool:
+    """Of Microsoft's templates some write no calls, only the tools that there are."""
+    return _shows("<|/tool_call|>")(facts) or _shows("<|tool|>", "<|/tool|>", token="<|/tool_call|>")(facts)
+
+
 def _is_think(facts: ParserFacts) -> bool:
     """MiniMax-M1 opens and closes its reasoning itself, and its template says nothing of it."""
     return facts.architecture in _SILENT or _shows("</think>", but=_ANSWERS)(facts)
@@ -140,6 +145,7 @@ PARSERS: Final = (
     _tools("minimax-m1", "MiniMax-M1: JSON objects on lines in <tool_calls>", _shows("<tool_calls>", "<beginning_of_sentence>")),
     _tools("minimax-m2", "MiniMax-M2: <invoke> and <parameter> in <minimax:tool_call>", _shows("<minimax:tool_call>")),
     _tools("granite3", "Granite 3: a JSON list behind <|tool_call|>", _shows("<|tool_call|>", but=("<|/tool_call|>",))),
+    _tools("phi4-mini", "Phi 4-mini: a JSON list between <|tool_call|> and <|/tool_call|>", _is_phi),
     _tools("nemotron", "Nemotron Nano v2: a JSON list in <TOOLCALL>", _shows("<TOOLCALL>")),
     _tools("jamba", "Jamba 1.5 and later: a JSON list in <tool_calls>", _shows("<tool_calls>", but=("<beginning_of_sentence>",))),
     _tools("longcat", "LongCat-Flash: JSON in <longcat_tool_call>", _shows("<longcat_tool_call>", but=("<longcat_arg_key>",))),
@@ -170,6 +176,13 @@ PARSERS: Final = (
         _shows("</longcat_think>"),
         close="\n</longcat_think>\n",
         tags=("<longcat_think>", "</longcat_think>"),
+    ),
+    _reasoning(
+        "magistral",
+        "Magistral: [THINK] and [/THINK]",
+        _shows("[/THINK]"),
+        close="[/THINK]",
+        tags=("[THINK]", "[/THINK]"),
     ),
     _reasoning(
         "harmony-analysis",

@@ -94,7 +94,8 @@ class Engine:
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
-        self._grammars = GrammarQueue(Compilers(registry, vocabulary))
+        self._compilers = Compilers(registry, vocabulary)
+        self._grammars = GrammarQueue(self._compilers)
         self._overlap, self._ahead = int(settings.overlap), asked.pp - 1
         self._changeover = parts.changeover
         self._decisions, self._registry, self._eos_token_ids = choice.decisions, registry, eos_token_ids
@@ -143,7 +144,7 @@ class Engine:
         engine = cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
         if grammars:
             with (phases := Phases(report))("grammars"):
-                engine._grammars.load()
+                engine._compilers.load()
             engine.facts = dataclasses.replace(engine.facts, phases_s={**engine.facts.phases_s, **phases.seconds})
         return engine
 
@@ -229,10 +230,9 @@ class Engine:
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
-        if self._runner.prepare(self._num_guesses):
-            return True
-        self._grammars.prepare()
-        return False
+        if not (is_more := self._runner.prepare(self._num_guesses)):
+            self._grammars.prepare()
+        return is_more
 
     def close(self) -> None:
         """End what still compiles for this engine, and its other ranks."""

@@ -134,10 +134,6 @@ class GrammarQueue:
         """Raise `RequestError` where no plugin can compile it."""
         self._compilers.choose(grammar.kind)
 
-    def load(self) -> None:
-        """Load the compilers that there are, in this thread."""
-        self._compilers.load()
-
     def prepare(self) -> None:
         """Use a moment without work: begin with what most ask for."""
         if USUAL not in self._kept and USUAL not in self._jobs:

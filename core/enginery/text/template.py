@@ -44,17 +44,19 @@ def writes_tools(template: str | None) -> bool:
 
 
 def read_template(folder: Path | str) -> str | None:
-    """The template of a checkpoint: chat_template.jinja, or `chat_template` of tokenizer_config.json; None if it has none.
+    """The template of a checkpoint; None if it has none. Raises `CheckpointError`.
 
-    Of several named ones it is "default", and with tools "tool_use", if there is one. Raises `CheckpointError`.
+    It is chat_template.jinja and files of additional_chat_templates, or else `chat_template` of tokenizer_config.json. Of several
+    named ones it is "default", and with tools "tool_use", if there is one.
     """
-    path, config = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
-    if path.exists():
+    place, config, texts = Path(folder), Path(folder) / "tokenizer_config.json", dict[str, str]()
+    named = [(path.stem, path) for path in place.glob("additional_chat_templates/*.jinja")]
+    for name, path in [*(("default", path) for path in place.glob("chat_template.jinja")), *named]:
         try:
-            return path.read_text(encoding="utf-8")
+            texts[name] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise unreadable(path, error) from error
-    found = read_json(config).get("chat_template")
+    found = texts or read_json(config).get("chat_template")
     if isinstance(found, list):
         found = {item["name"]: item["template"] for item in found if isinstance(item, dict) and {"name", "template"} <= item.keys()}
     if isinstance(found, dict):

@@ -111,12 +111,19 @@ def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     assert read_template(tmp_path) == "new"
 
 
+@pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("tools", [(), ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)])
-def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, tools):
+def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, tools, in_files):
     """As Hermes 2 and 3 have them. Each is a whole template: its last line break is left out, others are kept."""
     with_tools = "{% macro name(t) %}{{ t.function.name }}{% endmacro %}\n{%- for t in tools %}{{ name(t) }}\n{% endfor %}\nused\n"
     named = [{"name": "default", "template": f"{FEATURES}\n\n"}, {"name": "tool_use", "template": with_tools}]
     folder = save(byte_level(), tmp_path, chat_template=named)
+    if in_files:  # as transformers writes them since 4.51
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+        folder = tmp_path / "saved"
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == with_tools
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "older"}))
     ours = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
     want = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=list(tools) or None, tokenize=False)
     assert ours.render(MESSAGES, tools=tools, add_generation_prompt=False) == want
@@ -126,6 +133,10 @@ def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, 
 def test_of_named_templates_the_default_is_taken(tmp_path):
     save(byte_level(), tmp_path, chat_template=[{"name": "rag", "template": "t"}, {"name": "default", "template": "d\n"}])
     assert read_template(tmp_path) == "d\n"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "default.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"default\.jinja"):
+        read_template(tmp_path)
 
 
 def test_a_template_that_is_no_text_is_named(tmp_path):

@@ -6,11 +6,12 @@ import json
 import time
 
 import pytest
+from family_templates_made import FAMILIES
 from tokenizers_made import byte_level, save
 from transformers import AutoTokenizer
 
 from enginery.errors import CheckpointError, ConfigError, RequestError
-from enginery.text.template import ChatTemplate, read_template
+from enginery.text.template import ChatTemplate, read_template, writes_tools
 from enginery.text.template_process import Limits
 from enginery.text.tokenizer import Tokenizer
 
@@ -128,6 +129,23 @@ def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, 
     want = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=list(tools) or None, tokenize=False)
     assert ours.render(MESSAGES, tools=tools, add_generation_prompt=False) == want
     ours.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "writes"),
+    [
+        *((source, True) for source in FAMILIES.values() if "in tools" in source),
+        (
+            "{% if message['role'] == 'system' and 'tools' in message %}<|tool|>{{ message['tools'] }}{{ m.tools }}{% endif %}",
+            False,
+        ),
+        ("{{ message.tool_calls }}", False),
+        ("{%- if tools is not none %}{{ tools | tojson }}{% endif %}", True),
+        (None, True),
+    ],
+)
+def test_a_template_writes_the_tools_that_it_is_given(template, writes):
+    assert writes_tools(template) == writes
 
 
 def test_of_named_templates_the_default_is_taken(tmp_path):

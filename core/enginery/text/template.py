@@ -57,18 +57,18 @@ def read_template(folder: Path | str) -> str | None:
             texts[name] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise unreadable(path, error) from error
-    found = texts or read_json(config).get("chat_template")
-    if isinstance(found, list):
-        found = {item["name"]: item["template"] for item in found if isinstance(item, dict) and {"name", "template"} <= item.keys()}
-    if isinstance(found, dict):
-        found = _of_named(found)
+    found = _of_named(texts or read_json(config).get("chat_template"))
     if found is not None and not isinstance(found, str):
         raise CheckpointError(f"chat_template in {config} is {type(found).__name__}, not text or a list of name and template")
     return found
 
 
-def _of_named(templates: Mapping[str, object]) -> object:
-    default, with_tools = templates.get("default"), templates.get("tool_use")
+def _of_named(found: object) -> object:
+    if isinstance(found, list):
+        found = {item["name"]: item["template"] for item in found if isinstance(item, dict) and {"name", "template"} <= item.keys()}
+    if not isinstance(found, dict):
+        return found
+    default, with_tools = found.get("default"), found.get("tool_use")
     if not isinstance(default, str) or not isinstance(with_tools, str):
         return default
     first, second = (each.removesuffix("\n") for each in (with_tools, default))  # as jinja reads a whole template

@@ -100,8 +100,7 @@ class _ChoiceLayout:
         """The part that one delta adds; None for nothing. `echo` puts the prompt in front, once its log-probabilities are there."""
         echo = ""
         if self._asked.echo and not self._echoed and (self._asked.logprobs is None or not delta.is_first):
-            self._echoed = True
-            echo = self._prompt_text()
+            self._echoed, echo = True, self._prompt_text()
         logprobs = self._lay_out(delta.prompt_logprobs, delta.logprobs)
         if not (echo or delta.text or logprobs or delta.finish_reason):
             return None

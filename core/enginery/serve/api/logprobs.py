@@ -43,14 +43,15 @@ class LegacyLayout:
 
     def _length(self, token_id: int, text: str | None) -> int:
         """How many characters of the text a token ends. text: the prompt's, which may lack special tokens, and blanks of words."""
-        tokenizer, is_special = self._tokenizer, token_id in self._tokenizer.special_ids
-        chars = self._characters.decode(b"" if text is None and is_special and self._skips else tokenizer.token_bytes(token_id))
+        chars = self._characters.decode(self._tokenizer.token_bytes(token_id))
+        is_special, bare = token_id in self._tokenizer.special_ids, chars.removeprefix(" ")
         if text is not None:
-            found = (len(each) for each in (chars, chars.removeprefix(" ")) if text.startswith(each, self._offset))
+            found = (len(each) for each in (chars, bare) if text.startswith(each, self._offset))
             return next(found, 0 if is_special else len(chars))
-        begins = self._begins and not tokenizer.decode([token_id], skip_special_tokens=False).startswith(" ")
-        self._begins = self._begins and not chars
-        return len(chars.removeprefix(" ") if begins else chars)
+        if is_special and self._skips:
+            return 0
+        begins, self._begins = self._begins, False
+        return len(bare if begins and not self._tokenizer.decode([token_id], skip_special_tokens=False).startswith(" ") else chars)
 
     def _top(self, found: TokenLogprob) -> dict[str, float]:
         likeliest = reversed([*found.top, (found.token_id, found.logprob)])  # of tokens that look alike, the likeliest stays

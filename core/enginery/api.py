@@ -17,6 +17,11 @@ from enginery.checkpoint.decoder_shape import (
     required as required,
     whole_number as whole_number,
 )
+from enginery.checkpoint.next_tokens import (
+    next_layers as next_layers,
+    next_token_drafter as next_token_drafter,
+    num_next_layers as num_next_layers,
+)
 from enginery.contracts.attention import (
     AttnBackend as AttnBackend,
     AttnBackendSpec as AttnBackendSpec,

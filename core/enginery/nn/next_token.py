@@ -18,7 +18,7 @@ from enginery.contracts.drafting import CARRIED, FEATURES
 from enginery.contracts.model import Model, ModelContext, WeightSource
 from enginery.contracts.parallel import StageTensors
 from enginery.contracts.weights import LinearShape
-from enginery.nn.decoder import DecoderLayer
+from enginery.nn.decoder import DecoderLayer, LayerFactory
 from enginery.nn.norm import take_norm
 from enginery.nn.rotary import rotary_table
 
@@ -80,3 +80,19 @@ class NextTokenModule:
         """[N, C] -> [N, V], by the target's head."""
         assert self.target is not None, "a module runs beside its target"
         return self.target.logits(hidden if self.carries_normed else self.rms_norm(hidden, self.norm, self.eps))
+
+
+def modules_behind(
+    context: ModelContext, shape: DecoderShape, layer: LayerFactory, *, carries_normed: bool, names: NextTokenNames = DEEPSEEK
+) -> NextTokenModule:
+    """The layers that are stored behind a decoder's last, each a module; several are a chain. shape: `DecoderShape.one_more`."""
+    behind = int(context.config["num_hidden_layers"])
+
+    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
+        weights = context.weights.scope(f"{shape.stem}.layers.{behind + index}")
+        own = layer(context, weights, shape=shape, index=index)
+        return NextTokenModule(
+            context, weights, shape=shape, layer=own, carries_normed=carries_normed, names=names, further=further
+        )
+
+    return module(0, [module(index) for index in range(1, len(shape.windows))])

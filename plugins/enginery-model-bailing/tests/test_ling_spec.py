@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from enginery.api import CheckpointError, Routing
+from enginery.api import CheckpointError, Routing, next_layers
 from enginery_model_bailing import register_drafters
 from enginery_model_bailing.spec.ling import shape
-from enginery_model_bailing.spec.ring import layers_behind
 
 LING1 = dict(
     architectures=["BailingMoeForCausalLM"],
@@ -111,9 +110,9 @@ def test_layers_behind_the_last_are_ignored_and_a_drafter_takes_them() -> None:
     (mtp,) = register_drafters()
     assert mtp.suits is not None
     assert mtp.model is not None
-    assert not layers_behind(LING2)
+    assert not next_layers(LING2)
     assert not mtp.suits(LING2)
     base = LING2 | {"num_nextn_predict_layers": 2}
-    assert layers_behind(base) == ["model.layers.3.*", "model.layers.4.*"]
+    assert next_layers(base) == ["model.layers.3.*", "model.layers.4.*"]
     assert mtp.suits(base)
     assert len(mtp.model.describe(base).layers) == 2

@@ -1,6 +1,6 @@
 """Ling 1, Ling 2.0, Ring-2.5 and Ling-3.0."""
 
-from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl, next_layers
 from enginery_model_bailing.spec import ling, ling3, ring
 
 
@@ -25,7 +25,7 @@ def register_models() -> list[ModelSpec]:
             build=ling.build,
             lanes=True,
             stacked_weights=ring.STACKED,
-            ignored_weights=ring.layers_behind,
+            ignored_weights=next_layers,
         ),
         ModelSpec(
             name="ring-2.5",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.attention import SelfAttention
 from enginery.nn.decoder import Decoder, DecoderLayer, summed_early
 from enginery.nn.moe import layer_mlp
-from enginery.nn.next_token import NextTokenModule, NextTokenNames
+from enginery.nn.next_token import NextTokenNames, modules_behind
 from enginery_model_bailing.spec.ling import module_shape, shape
 
 MODULE_NAMES: Final = NextTokenNames("enorm", "hnorm", "eh_proj", "final_layernorm")
@@ -43,13 +42,4 @@ def _layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape,
 
 def build_modules(context: ModelContext) -> Model:
     """The layers behind the last. Each is given, and leaves to the next, what is behind a norm."""
-    decoder, behind = module_shape(context.config), int(context.config["num_hidden_layers"])
-
-    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
-        weights = context.weights.scope(f"{decoder.stem}.layers.{behind + index}")
-        layer = _layer(context, weights, shape=decoder, index=index)
-        return NextTokenModule(
-            context, weights, shape=decoder, layer=layer, carries_normed=True, names=MODULE_NAMES, further=further
-        )
-
-    return module(0, [module(index) for index in range(1, len(decoder.windows))])
+    return modules_behind(context, module_shape(context.config), _layer, carries_normed=True, names=MODULE_NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -10,7 +9,7 @@ from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
-from enginery.nn.next_token import NextTokenModule
+from enginery.nn.next_token import modules_behind
 from enginery_model_deepseek.spec import FLASH, DeepseekShape, module_shape
 from enginery_model_deepseek.spec import shape as read_shape
 
@@ -26,14 +25,7 @@ def build_decoder(context: ModelContext) -> Model:
 def build_module(context: ModelContext) -> Model:
     """The layers behind the last. GLM norms what a guess leaves to the next, DeepSeek does not (vLLM #46075)."""
     deepseek, normed = module_shape(context.config), FLASH in context.config["architectures"]
-    decoder, behind = deepseek.decoder, int(context.config["num_hidden_layers"])
-
-    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
-        weights = context.weights.scope(f"{decoder.stem}.layers.{behind + index}")
-        layer = _layer(context, weights, shape=decoder, index=index, deepseek=deepseek)
-        return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=normed, further=further)
-
-    return module(0, [module(index) for index in range(1, len(decoder.windows))])
+    return modules_behind(context, deepseek.decoder, partial(_layer, deepseek=deepseek), carries_normed=normed)
 
 
 def _layer(

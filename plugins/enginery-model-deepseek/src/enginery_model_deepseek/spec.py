@@ -11,16 +11,15 @@ from enginery.api import (
     AttnLayerFacts,
     CheckpointError,
     DecoderShape,
-    DrafterSpec,
-    ExpertNames,
-    Feature,
     LatentFacts,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
-    ModelSpec,
     latent_softmax_scale,
+    next_layers,
+    next_token_drafter,
+    num_next_layers,
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
@@ -135,22 +134,15 @@ def build(context: ModelContext) -> Model:
     return build_decoder(context)
 
 
-def num_modules(config: Mapping[str, Any]) -> int:
-    """Layers behind the last, each of which predicts one token more."""
-    return whole_number(config, "num_nextn_predict_layers")
-
-
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
     """Of the layers behind the last, which only a drafter asks for; one may be there of which config.json says nothing."""
-    first = whole_number(config, "num_hidden_layers")
-    behind = [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 1))]
-    return ["*.rotary_emb.inv_freq", *behind]
+    return ["*.rotary_emb.inv_freq", *next_layers(config, least=1)]
 
 
 def module_shape(config: Mapping[str, Any]) -> DeepseekShape:
     """Of the layers behind the last."""
     whole = shape(config)
-    return dataclasses.replace(whole, decoder=whole.decoder.one_more(num_modules(config)))
+    return dataclasses.replace(whole, decoder=whole.decoder.one_more(num_next_layers(config)))
 
 
 def build_module(context: ModelContext) -> Model:
@@ -160,22 +152,6 @@ def build_module(context: ModelContext) -> Model:
     return build_module(context)
 
 
-MTP: Final = DrafterSpec(
-    name="mtp",
-    api=(2, 0),
-    summary="the layer behind the model's last, which was trained to predict one token more",
-    most=8,
-    takes_features=True,
-    features=lambda config, target: (Feature(target.num_decoder_layers),),
-    modules=num_modules,
-    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
-    model=ModelSpec(
-        name="mtp",
-        api=(2, 0),
-        architectures=("DeepseekV3ForCausalLM", FLASH),
-        describe=lambda config: module_shape(config).facts(),
-        build=build_module,
-        ignored_weights=("*",),  # the model's own
-        stacked_weights=ExpertNames().stacked,
-    ),
+MTP: Final = next_token_drafter(
+    "DeepseekV3ForCausalLM", FLASH, describe=lambda config: module_shape(config).facts(), build=build_module
 )

@@ -8,17 +8,15 @@ from typing import Any, Final
 
 from enginery.api import (
     DecoderShape,
-    DrafterSpec,
-    ExpertNames,
-    Feature,
     Model,
     ModelContext,
     ModelFacts,
-    ModelSpec,
     NormNames,
+    next_layers,
+    next_token_drafter,
+    num_next_layers,
     read_decoder_shape,
     read_grouped_experts,
-    whole_number,
 )
 
 # For files that leave it out: the defaults of transformers' Glm4Config and Glm4MoeConfig.
@@ -58,20 +56,14 @@ def build(context: ModelContext) -> Model:
     return build_decoder(context)
 
 
-def num_modules(config: Mapping[str, Any]) -> int:
-    """Layers behind the last, each of which predicts one token more."""
-    return whole_number(config, "num_nextn_predict_layers")
-
-
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
     """Of the layers behind the last, which only a drafter asks for; one may be there of which config.json says nothing."""
-    first = whole_number(config, "num_hidden_layers")
-    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 1))]
+    return next_layers(config, least=1)
 
 
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     """Of the layers behind the last."""
-    return shape(config).one_more(num_modules(config))
+    return shape(config).one_more(num_next_layers(config))
 
 
 def build_module(context: ModelContext) -> Model:
@@ -81,22 +73,4 @@ def build_module(context: ModelContext) -> Model:
     return build_module(context)
 
 
-MTP: Final = DrafterSpec(
-    name="mtp",
-    api=(2, 0),
-    summary="the layer behind the model's last, which was trained to predict one token more",
-    most=8,
-    takes_features=True,
-    features=lambda config, target: (Feature(target.num_decoder_layers),),
-    modules=num_modules,
-    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
-    model=ModelSpec(
-        name="mtp",
-        api=(2, 0),
-        architectures=("Glm4MoeForCausalLM",),
-        describe=lambda config: module_shape(config).facts(),
-        build=build_module,
-        ignored_weights=("*",),  # the model's own
-        stacked_weights=ExpertNames().stacked,
-    ),
-)
+MTP: Final = next_token_drafter("Glm4MoeForCausalLM", describe=lambda config: module_shape(config).facts(), build=build_module)

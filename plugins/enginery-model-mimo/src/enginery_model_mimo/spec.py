@@ -9,15 +9,14 @@ from typing import Any, Final
 from enginery.api import (
     CheckpointError,
     DecoderShape,
-    DrafterSpec,
-    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
-    ModelSpec,
     NormNames,
     Routing,
+    next_token_drafter,
+    num_next_layers,
     read_decoder_shape,
     read_rope,
     whole_number,
@@ -164,7 +163,7 @@ def build(context: ModelContext) -> Model:
 
 def num_modules(config: Mapping[str, Any]) -> int:
     """Layers of `model.mtp`, each of which predicts one token more."""
-    return whole_number(_complete(config), "num_nextn_predict_layers")
+    return num_next_layers(_complete(config))
 
 
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -192,22 +191,11 @@ def build_modules(context: ModelContext) -> Model:
 # What a checkpoint calls its tensors and what they are called here.
 SINKS: Final = {".self_attn.attention_sink_bias": (".self_attn.sinks",)}
 
-MTP: Final = DrafterSpec(
-    name="mtp",
-    api=(2, 0),
-    summary="the layers beside the model that were trained to predict further tokens",
-    most=8,
-    takes_features=True,
-    features=lambda config, target: (Feature(target.num_decoder_layers),),
+MTP: Final = next_token_drafter(
+    "MiMoV2FlashForCausalLM",
+    describe=lambda config: module_shape(config).facts(),
+    build=build_modules,
     modules=num_modules,
     suits=lambda config: bool(_complete(config)["num_nextn_predict_layers"]),
-    model=ModelSpec(
-        name="mtp",
-        api=(2, 0),
-        architectures=("MiMoV2FlashForCausalLM",),
-        describe=lambda config: module_shape(config).facts(),
-        build=build_modules,
-        ignored_weights=("*",),  # the model's own
-        stacked_weights=SINKS,
-    ),
+    stacked_weights=SINKS,
 )

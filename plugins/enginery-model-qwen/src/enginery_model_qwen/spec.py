@@ -9,16 +9,14 @@ from typing import Any
 from enginery.api import (
     AttnLayerFacts,
     DecoderShape,
-    DrafterSpec,
     ExpertNames,
-    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
-    ModelSpec,
     RecurrentFacts,
     Routing,
+    next_token_drafter,
     read_decoder_shape,
     required,
     whole_number,
@@ -197,22 +195,13 @@ def build_module(context: ModelContext) -> Model:
     return build_module(context)
 
 
-MTP = DrafterSpec(
-    name="mtp",
-    api=(2, 0),
-    summary="the module beside the model that was trained to predict one token more",
-    most=8,
-    takes_features=True,
-    features=lambda config, target: (Feature(target.num_decoder_layers, "final"),),
+MTP = next_token_drafter(
+    "Qwen3NextForCausalLM",
+    *DENSE_35,
+    *MOE_35,
+    describe=lambda config: module_shape(config).facts(),
+    build=build_module,
     modules=_num_modules,
     suits=lambda config: _num_modules(config) > 0,
-    model=ModelSpec(
-        name="mtp",
-        api=(2, 0),
-        architectures=("Qwen3NextForCausalLM", *DENSE_35, *MOE_35),
-        describe=lambda config: module_shape(config).facts(),
-        build=build_module,
-        ignored_weights=("*",),  # the model's own
-        stacked_weights=ExpertNames().stacked,
-    ),
+    point="final",
 )

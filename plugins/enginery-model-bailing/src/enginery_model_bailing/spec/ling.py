@@ -9,15 +9,14 @@ from typing import Any, Final
 from enginery.api import (
     CheckpointError,
     DecoderShape,
-    DrafterSpec,
-    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
-    ModelSpec,
     RopeShape,
     Routing,
+    next_token_drafter,
+    num_next_layers,
     read_decoder_shape,
     read_grouped_experts,
     required,
@@ -105,14 +104,9 @@ def build(context: ModelContext) -> Model:
     return build_decoder(context)
 
 
-def num_modules(config: Mapping[str, Any]) -> int:
-    """Layers behind the last, each of which predicts one token more: base models have one."""
-    return whole_number(config, "num_nextn_predict_layers")
-
-
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     """Of the layers behind the last."""
-    return shape(config).one_more(num_modules(config))
+    return shape(config).one_more(num_next_layers(config))
 
 
 def build_modules(context: ModelContext) -> Model:
@@ -122,22 +116,10 @@ def build_modules(context: ModelContext) -> Model:
     return build_modules(context)
 
 
-MTP: Final = DrafterSpec(
-    name="mtp",
-    api=(2, 0),
-    summary="the layer behind the model's last, which was trained to predict one token more",
-    most=8,
-    takes_features=True,
-    features=lambda config, target: (Feature(target.num_decoder_layers, "final"),),
-    modules=num_modules,
-    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
-    model=ModelSpec(
-        name="mtp",
-        api=(2, 0),
-        architectures=("BailingMoeV2ForCausalLM",),
-        describe=lambda config: module_shape(config).facts(),
-        build=build_modules,
-        ignored_weights=("*",),  # the model's own
-        stacked_weights=STACKED,
-    ),
+MTP: Final = next_token_drafter(
+    "BailingMoeV2ForCausalLM",
+    describe=lambda config: module_shape(config).facts(),
+    build=build_modules,
+    point="final",
+    stacked_weights=STACKED,
 )

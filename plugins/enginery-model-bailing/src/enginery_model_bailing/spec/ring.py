@@ -19,6 +19,7 @@ from enginery.api import (
     ModelFacts,
     RecurrentFacts,
     latent_softmax_scale,
+    next_layers,
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
@@ -133,15 +134,9 @@ def shape(config: Mapping[str, Any]) -> RingShape:
     )
 
 
-def layers_behind(config: Mapping[str, Any]) -> list[str]:
-    """Tensors of the layers behind the last, which predict further tokens."""
-    first = whole_number(config, "num_hidden_layers")
-    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
-
-
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
     """Of layers that predict further tokens, which files have behind the last or apart."""
-    return ["model.mtp.*", *layers_behind(config)]
+    return ["model.mtp.*", *next_layers(config)]
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

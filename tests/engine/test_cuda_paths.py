@@ -338,8 +338,9 @@ def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.Monk
             return step()
 
         monkeypatch.setattr(engine, "step", stepping)
-        first, relay = serve(engine, requests), engine._runner.relay
-        assert relay is engine._runner.graphs.steps.parts.relay
+        first, relay = serve(engine, requests), engine._runner.parts.relay
+        plans = [step.batch.plan for step in engine._runner.graphs.captured.values()]
+        assert {plan.key.backend for plan in plans} == {relay.backend_id}, "captured anew"
         assert not changeover.is_ready, "it was changed over"
         while engine.prepare():
             pass

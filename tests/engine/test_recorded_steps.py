@@ -323,7 +323,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
 def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(llama), registry)
     engine._runner.graphs.provide(GraphKey(6, 1, followed=False))
-    (step,), relay = engine._runner.graphs.captured.values(), engine._runner.relay
+    (step,), relay = engine._runner.graphs.captured.values(), engine._runner.parts.relay
     relay.refresh(step.batch.plan, step.batch)
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)
     with pytest.raises(StalePlan, match="made anew since"):

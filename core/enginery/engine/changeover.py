@@ -58,8 +58,8 @@ class Changeover:
         assert relay is not None, "is_ready says when"
         began = time.monotonic()
         runner.parts.socket.relay = relay
-        warm_up(runner.parts._replace(relay=relay), longest=_LONGEST_TRIED)
-        runner.change_backend(relay)
+        warm_up(runner.parts, longest=_LONGEST_TRIED)
+        runner.backend_changed()
         self.running = self._chosen
         self._names, self._ended_s = (), time.monotonic()
         _log.info("attention is %s from now on; changing over took %.2f s", self.running, self._ended_s - began)

@@ -10,14 +10,12 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.plan import Accepted
@@ -71,7 +69,7 @@ class Runner:
         siblings: int = 0,
     ) -> None:
         self.parts, self.tables, self._is_full = parts, tables, False
-        self.model, self.relay, self.ops, _, self.feed, self._pool, self.results = parts
+        self.model, self.ops, _, self.feed, self._pool, self.results = parts
         self.graphs, self.pieces, self._draft_graphs = captured
         self.device, self._is_cuda = self.feed.device, self.feed.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -106,15 +104,12 @@ class Runner:
             _log.warning("nothing more is captured in idle moments: %s", error)
         return False
 
-    def change_backend(self, relay: BackendRelay) -> None:
-        """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""
-        self.parts, self.relay = self.parts._replace(relay=relay), relay
+    def backend_changed(self) -> None:
+        """The socket has other attention backends: capture decoding steps anew, as they are needed. No step may be in flight."""
         if (graphs := self.graphs) is not None:
             graphs.captured.clear()  # the new ones are in their memory
-            self.graphs = graphs.build(replace(graphs.steps, parts=self.parts))
-        if self.pieces is not None:
-            self.pieces.relay = relay
-        self._paths = self._make_paths()
+            self.graphs = graphs.build(graphs.steps)
+            self._paths = self._make_paths()
 
     def _make_paths(self) -> Paths:
         late = self.draft_model is None or self.draft_model.takes_late
@@ -257,7 +252,7 @@ class Runner:
             return
         others = torch.from_numpy(step.rows[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))
-        done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)
+        done = self.parts.relay.ask("commit_state", plan=batch.plan, accepted=accepted)
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
     def draft(

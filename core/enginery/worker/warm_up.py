@@ -30,8 +30,8 @@ def warm_up(parts: StepParts, *, longest: int) -> None:
 
     All stages of an engine run the same steps, and the last one samples.
     """
-    model, relay, ops, _, feed, pool, results = parts
-    geometry, device, named = pool.geometry, feed.device, feed.named
+    model, ops, _, feed, pool, results = parts
+    relay, geometry, device, named = parts.relay, pool.geometry, feed.device, feed.named
     began = time.perf_counter()
     steps = steps_to_run(longest, max_requests=geometry.num_seats)
     for phase, q_lens, cached in steps:

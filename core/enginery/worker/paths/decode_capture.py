@@ -81,8 +81,8 @@ class DecodeCapture:
     def capture(self, key: GraphKey) -> CapturedStep:
         """Capture a step. Takes as long as two or three eager ones."""
         size, length, followed, depth = key
-        model, relay, _, _, feed, pool, results = self.parts
-        siblings, most_starts = self.speculation.siblings, self.speculation.most_starts
+        model, _, _, feed, pool, results = self.parts
+        relay, siblings, most_starts = self.parts.relay, self.speculation.siblings, self.speculation.most_starts
         batch, packed = _padding_alone(feed, pool.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=feed.device) if length > 1 else None
         moved = None if accepted is None or size > most_starts else torch.zeros_like(accepted)
@@ -130,7 +130,7 @@ class DecodeCapture:
 
     def replay(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Copy the batch's token fields over those of the graph, let the backend bring its plan up to date, and launch it."""
-        _, relay, _, _, feed, pool, _ = self.parts
+        relay, feed, pool = self.parts.relay, self.parts.feed, self.parts.pool
         size, num_rows = captured.batch.num_requests, captured.packed.shape[1]
         batch, beside = feed.named.with_inputs(batch, step.inputs), list[Tensor]()
         if captured.accepted is not None:

@@ -170,7 +170,7 @@ class EagerPath:
     def __init__(self, parts: StepParts, *, keeps_all: bool, writes_late: bool) -> None:
         """keeps_all: a draft model takes the batch and the hidden states of all rows, of steps that it follows. writes_late: what
         the model writes for it may come from behind the last attention, so no row may be left out there."""
-        self._model, self._relay, self._feed, self._results = parts.model, parts.relay, parts.feed, parts.results
+        self._parts, self._feed = parts, parts.feed
         self._keeps_all = keeps_all
         self._writes_all = any(each.name != FEATURES or writes_late for each in parts.feed.named.outputs)
 
@@ -180,10 +180,11 @@ class EagerPath:
         # Outputs may be of rows that need no logits, behind the last attention too.
         keeps = self._keeps_all and step.draft_len > 0
         all_rows = keeps or self._writes_all
-        there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if all_rows else rows))
-        write_masks(step, there, self._relay)
+        model, relay, results = self._parts.model, self._parts.relay, self._parts.results
+        there = relay.plan(self._feed.upload(step, batch, logits_rows=None if all_rows else rows))
+        write_masks(step, there, relay)
         planned_s = time.perf_counter()
-        hidden = self._results.hidden(self._model.forward(there), there)
+        hidden = results.hidden(model.forward(there), there)
         forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
         return forwarded._replace(batch=there, hidden=hidden) if keeps else forwarded
 
@@ -196,9 +197,9 @@ class PaddedForward:
 
     def forward(self, step: StepInput, batch: ForwardBatch, logits_rows: torch.Tensor | None = None) -> Forwarded:
         """Pad, upload, plan, run. logits_rows: [N] int64, device; the model may leave the others out of its last layer."""
-        model, relay, _, _, feed, pool, results = self._parts
+        model, _, _, feed, pool, results = self._parts
         num_requests, num_tokens = step.padded
         batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=pool.geometry)
-        there = relay.plan(feed.upload(step, batch, logits_rows=logits_rows))
+        there = self._parts.relay.plan(feed.upload(step, batch, logits_rows=logits_rows))
         planned_s = time.perf_counter()
         return Forwarded(planned_s=planned_s, hidden=results.hidden(model.forward(there), there))

@@ -111,8 +111,8 @@ class PiecewiseGraphs:
 
     def __init__(self, parts: StepParts, hidden: torch.Tensor, *, capture: PiecewiseCapture) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
-        self.model, self.relay, _, self.socket, self.feed, pool, self.results = parts
-        self.geometry, self.hidden = pool.geometry, hidden
+        self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
+        self.geometry, self.hidden = parts.pool.geometry, hidden
         self.sizes = piece_sizes(len(hidden))
         self._capture = capture
         self._captured: dict[int, tuple[torch.Tensor, GraphPieces]] = {}  # token fields and sources, [fields + 1, size] int64
@@ -145,8 +145,9 @@ class PiecewiseGraphs:
         if size not in self._captured:
             self.capture(size)
         packed, pieces = self._captured[size]
-        batch = self.relay.plan(self._upload(step, batch, packed))
-        write_masks(step, batch, self.relay)
+        relay = self._parts.relay
+        batch = relay.plan(self._upload(step, batch, packed))
+        write_masks(step, batch, relay)
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
         first, *others = pieces.graphs

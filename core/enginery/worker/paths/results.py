@@ -47,12 +47,20 @@ class ModelResults(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """What every step of a model runs with. pool: of keys and values. results: what the model has to return."""
+    """What every step of a model runs with. pool: of keys and values. results: what the model has to return.
+
+    socket: has the attention backends that run now, and others after a changeover.
+    """
 
     model: Model
-    relay: BackendRelay
     ops: OpTable
     socket: LayerSocket
     feed: TokenFeed
     pool: PagedKVPool
     results: ModelResults
+
+    @property
+    def relay(self) -> BackendRelay:
+        """To the attention backends that run now."""
+        assert self.socket.relay is not None, "steps run with backends"
+        return self.socket.relay

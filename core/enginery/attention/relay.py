@@ -24,7 +24,7 @@ from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.policies import Dispatching
 from enginery.attention.watch import Watch, is_capturing
 from enginery.contracts.attention import AttnBackend
-from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.batch import DECODING, ForwardBatch
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece
 from enginery.contracts.plan import Advances, Attends, ForwardPlan, PlanKey
 from enginery.errors import PluginError, StalePlan, Unsupported
@@ -34,7 +34,6 @@ PLANNING: Final = "plan_forward_metadata"
 CHUNKS: Final = "init_mha_chunk_metadata"
 REFRESH: Final = "refresh_graph_metadata"
 DRAFT_STEPS: Final = "draft_steps_plan"
-_DECODING: Final = (Phase.DECODE, Phase.VERIFY)
 HOOKS: Final = tuple(hooks_of(BackendHooks))
 LAYER_METHODS: Final[Mapping[str, tuple[str, ...]]] = {
     "attend": ("q", "k", "v", "layer", "batch", "plan", "out"),
@@ -99,7 +98,7 @@ class BackendRelay:
 
         Raises `Unsupported` for a batch that is to be captured and does not decode, or not with as many rows of each request.
         """
-        if capture and (batch.phase not in _DECODING or not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
+        if capture and (batch.phase not in DECODING or not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
             raise Unsupported(
                 f"only steps that decode as many rows of each request are captured; {self.backend_id} was asked to plan a batch of "
                 f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase} for a capture"

@@ -37,6 +37,9 @@ class Phase(StrEnum):
     IDLE = "idle"
 
 
+DECODING: Final = frozenset({Phase.DECODE, Phase.VERIFY})  # of batches whose requests all have `decode_len` rows
+
+
 class Axis(StrEnum):
     """Along what a field grows. EACH: a mapping, whose values state theirs."""
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from enginery.contracts.batch import Phase
+from enginery.contracts.batch import DECODING
 from enginery.contracts.step import INT, Items, RunSizes, StepInput, StepOutput
 from enginery.schedule.planner import BatchPlanner
 from enginery.schedule.request import Request, RequestStatus
@@ -88,7 +88,7 @@ class Ahead:
         if len(in_flight) != 1 or table.waiting or table.kv.finite.allocators:
             return False
         before, requests = in_flight[0]
-        decodes = before.phase in (Phase.DECODE, Phase.VERIFY) and before.draft_len > 0
+        decodes = before.phase in DECODING and before.draft_len > 0
         return decodes and len(table.running) > 0 and {*table.running} <= {*requests}
 
 

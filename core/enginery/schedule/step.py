@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final, TypeAlias
 
-from enginery.contracts.batch import FULL, WINDOW, Phase
+from enginery.contracts.batch import DECODING, FULL, WINDOW, Phase
 from enginery.contracts.drafting import ON_DEVICE, DraftTree
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way, phase_of
 from enginery.kv.kinds import NO_STATE, StatePages
@@ -190,7 +190,7 @@ def _run(lanes: Sequence[StepBuilder], num_requests: int, num_rows: int, *, size
 
 def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:
     """The fastest way to run such a step, and its size. A decoding graph gives no hidden states, so `embeds` rules it out."""
-    if phase is Phase.DECODE or phase is Phase.VERIFY:
+    if phase in DECODING:
         way, size = Way.GRAPH, 0 if embeds else _fitting(sizes.graphs, num_requests)
     else:
         way, size = Way.PIECES, _fitting(sizes.pieces, num_tokens)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds
-from enginery.contracts.batch import Phase
+from enginery.contracts.batch import DECODING, Phase
 
 
 class LayerNeeds(NamedTuple):
@@ -41,5 +41,5 @@ def verifying(needs: AttnNeeds, *, trees: bool = False, device_lengths: bool = F
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
     """Of backends of which one prefills and another decodes, and of a third, for decoding steps of one request."""
     prefill = dataclasses.replace(needs, phases=frozenset({Phase.PREFILL}), trees=False, device_lengths=False)
-    decode = dataclasses.replace(needs, phases=needs.phases & {Phase.DECODE, Phase.VERIFY})
+    decode = dataclasses.replace(needs, phases=needs.phases & DECODING)
     return {"prefill": prefill, "decode": decode, "single": dataclasses.replace(decode, single=True)}

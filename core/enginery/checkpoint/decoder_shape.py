@@ -147,29 +147,35 @@ class DecoderShape:
             experts = replace(experts, layers=frozenset(range(count) if last in experts.layers else ()))
         return replace(self, windows=self.windows[-1:] * count, experts=experts)
 
-    def facts(self) -> ModelFacts:
-        """The part that the core needs."""
-        window_kv_heads = self.window_kv_heads or self.num_kv_heads
-        heads, width = self.num_heads + 2 * max(self.num_kv_heads, window_kv_heads), max(self.head_dim, self.v_head_dim or 0)
+    def facts(self, layers: tuple[AttnLayerFacts, ...] = (), *, width: int = 0) -> ModelFacts:
+        """The part that the core needs. layers: those with memory, where they are not this grouped-query attention.
+
+        width: values that the widest of them keeps alive per token.
+        """
+        if not layers:
+            layers = tuple(map(self._layer, range(len(self.windows))))
+            heads = self.num_heads + 2 * max(self.num_kv_heads, self.window_kv_heads or 0)
+            width = 2 * heads * max(self.head_dim, self.v_head_dim or 0)
         return ModelFacts(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_positions=self.max_positions,
-            activation_width=3 * self.hidden_size + max(2 * heads * width, self.mlp_width),
-            layers=tuple(
-                AttnLayerFacts(
-                    num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads if window is None else window_kv_heads,
-                    head_dim=self.head_dim,
-                    sliding_window=window,
-                    softcap=self.softcap,
-                    sinks=index in self.sinks,
-                    v_head_dim=self.v_head_dim,
-                    decoder_layer=index,
-                )
-                for index, window in enumerate(self.windows)
-            ),
+            activation_width=3 * self.hidden_size + max(width, self.mlp_width),
+            layers=layers,
             boundary=self.boundary,
+        )
+
+    def _layer(self, index: int) -> AttnLayerFacts:
+        window = self.windows[index]
+        return AttnLayerFacts(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads if window is None else self.window_kv_heads or self.num_kv_heads,
+            head_dim=self.head_dim,
+            sliding_window=window,
+            softcap=self.softcap,
+            sinks=index in self.sinks,
+            v_head_dim=self.v_head_dim,
+            decoder_layer=index,
         )
 
     @property

@@ -58,19 +58,10 @@ class DeepseekShape:
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
-        decoder, latent, heads = self.decoder, self.latent, self.decoder.num_heads
-        row, attention = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
-        return ModelFacts(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(attention, decoder.mlp_width),
-            layers=tuple(
-                AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent, decoder_layer=index)
-                for index in range(len(decoder.windows))
-            ),
-            boundary=decoder.boundary,
-        )
+        latent, heads = self.latent, self.decoder.num_heads
+        layer = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=latent.rank + latent.rope_dim, latent=latent)
+        layers = tuple(dataclasses.replace(layer, decoder_layer=index) for index in range(len(self.decoder.windows)))
+        return self.decoder.facts(layers, width=latent.activation_width(heads, self.q_rank))
 
 
 def shape(config: Mapping[str, Any]) -> DeepseekShape:

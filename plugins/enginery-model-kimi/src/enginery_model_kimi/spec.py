@@ -64,22 +64,14 @@ class KimiShape:
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
-        decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
+        latent, rule, heads = self.latent, self.rule, self.decoder.num_heads
         row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
         recurrent = 6 * (rule.mixed_width + rule.gates_width)
         full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
         linear = AttnLayerFacts(num_heads=rule.key_heads, num_kv_heads=rule.key_heads, head_dim=rule.key_dim, recurrent=rule)
-        return ModelFacts(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(absorbed, recurrent, decoder.mlp_width),
-            layers=tuple(
-                dataclasses.replace(linear if is_linear else full, decoder_layer=index)
-                for index, is_linear in enumerate(self.linear)
-            ),
-            boundary=decoder.boundary,
-        )
+        kinds = enumerate(linear if is_linear else full for is_linear in self.linear)
+        layers = tuple(dataclasses.replace(layer, decoder_layer=index) for index, layer in kinds)
+        return self.decoder.facts(layers, width=max(absorbed, recurrent))
 
 
 def shape(config: Mapping[str, Any]) -> KimiShape:

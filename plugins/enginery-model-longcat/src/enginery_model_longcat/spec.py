@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,19 +78,11 @@ class LongcatShape:
 
     def facts(self) -> ModelFacts:
         """Each decoder layer has two layers with memory. Alive besides the usual: a mixture's output, and zero experts' part."""
-        decoder, latent, heads = self.decoder, self.latent, self.decoder.num_heads
-        row, attention = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
-        return ModelFacts(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            max_positions=decoder.max_positions,
-            activation_width=5 * decoder.hidden_size + max(attention, decoder.mlp_width),
-            layers=tuple(
-                AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent, decoder_layer=index // 2)
-                for index in range(2 * len(decoder.windows))
-            ),
-            boundary=decoder.boundary,
-        )
+        latent, heads = self.latent, self.decoder.num_heads
+        layer = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=latent.rank + latent.rope_dim, latent=latent)
+        layers = tuple(dataclasses.replace(layer, decoder_layer=index // 2) for index in range(2 * len(self.decoder.windows)))
+        facts = self.decoder.facts(layers, width=latent.activation_width(heads, self.q_rank))
+        return dataclasses.replace(facts, activation_width=facts.activation_width + 2 * facts.hidden_size)
 
 
 def shape(config: Mapping[str, Any]) -> LongcatShape:

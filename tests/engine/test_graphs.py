@@ -146,13 +146,13 @@ def test_nan_logits_in_a_captured_step_end_their_request_alone_even_if_it_asks_f
         engine.submit(greedy(str(index), prompt, max_tokens=12, logprobs=1))
     while capture.num_replayed < 3:
         engine.step()
-    compute = engine._runner.model.logits
+    compute = engine._runner.parts.model.logits
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        monkeypatch.setattr(engine._runner.model, "logits", compute)
+        monkeypatch.setattr(engine._runner.parts.model, "logits", compute)
         return compute(hidden).index_fill(0, torch.tensor([0]), torch.nan)
 
-    monkeypatch.setattr(engine._runner.model, "logits", poisoned)
+    monkeypatch.setattr(engine._runner.parts.model, "logits", poisoned)
     ends: dict[str, object] = {}
     while engine.has_work:
         ends |= {output.request_id: output.error or output.finish_reason for output in engine.step()}

@@ -30,7 +30,6 @@ from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.decode_capture import DecodeCapture
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
-from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.path import ColumnsHead
 
 MOST = 6
@@ -60,8 +59,8 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture: Callable[[Callable[[], None]], Replayable] = Again
-    step, joined = parts.step, parts.step.model
-    head = ColumnsHead(step, joined, MOST) if isinstance(joined, JoinedHead) else LogitsHead(step, MOST)
+    step, joined = parts.step, parts.step.joined
+    head = LogitsHead(step, MOST) if joined is None else ColumnsHead(step, joined, MOST)
     graphs = DecodeGraphs.build(DecodeCapture(step, MOST, head=head, record=capture))
     assert graphs is not None
     _prepare(graphs, None, parts.choice)

@@ -289,7 +289,7 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
 ) -> None:
     model = llm(echo)
     assert model._engine is not None
-    echo_model = model._engine._runner.model
+    echo_model = model._engine._runner.parts.model
     with monkeypatch.context() as patch:
 
         def fail(_: object) -> None:

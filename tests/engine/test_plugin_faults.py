@@ -129,7 +129,7 @@ def test_a_plugin_that_exits_in_a_step_fails_it_and_not_the_process(asked: Engin
         sys.exit(0)
 
     engine = Engine.build(asked, Registry.load())
-    monkeypatch.setattr(type(engine._runner.model), "forward", leave)
+    monkeypatch.setattr(type(engine._runner.parts.model), "forward", leave)
     engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3)))
     with pytest.raises(RuntimeError, match="SystemExit: 0") as error:
         engine.step()

@@ -315,7 +315,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
         if len(told["0"]) == len(told["1"]) == 4:
             assert engine.meter.stats().num_graph_steps >= 2
             with torch.inference_mode():
-                engine._runner.model.embedding[told["0"][-1]] = torch.nan
+                engine._runner.parts.model.embedding[told["0"][-1]] = torch.nan
     assert ends == {"0": NAN_ERROR, "1": "length"}
     assert [len(tokens) for tokens in told.values()] == [4, 8]
 

@@ -163,7 +163,7 @@ def test_a_planted_defect_is_found_at_its_step_layer_and_request(
 def test_a_wrong_head_is_found_in_the_logits(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
     made = recorded(llama, registry, tmp_path / "steps")
     broken = replica(made, registry)
-    model = broken._runner.model
+    model = broken._runner.parts.model
     compute, seen = model.logits, list[int]()
 
     def wrong(hidden: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def sampled(engine: Engine, oracle: Oracle) -> list[list[int]]:
 
 def comm_of(engine: Engine) -> RankCollectives:
     """What the engine's own rank exchanges through."""
-    comm = engine._runner.model._model.comm  # type: ignore[attr-defined]
+    comm = engine._runner.parts.model.comm  # type: ignore[attr-defined]
     assert isinstance(comm, RankCollectives)
     return comm
 

@@ -104,7 +104,7 @@ def test_a_failed_step_gives_up_those_in_flight_and_the_next_call_works(
     engine.submit(greedy("a", llama.prompts[0]))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner.model, "forward", lambda batch: 1 / 0)
+        patch.setattr(engine._runner.parts.model, "forward", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             engine.step()
     assert "in step" in caught.value.__notes__[0]

@@ -168,9 +168,9 @@ def build_parts(
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         drafter = build_draft_model(asked, registry, draft, target=choice, model=model, setting=setting, pool=pool, socket=socket)
-        model = met.joined(model, choice, comm)
+        model, joined = met.joined(model, choice, comm)
     feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
-    step = StepParts(model, ops, socket, feed, pool, choice.results)
+    step = StepParts(model, joined, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":
             torch.cuda.empty_cache()  # what loading held for a while: libraries allocate beside torch

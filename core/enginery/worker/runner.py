@@ -35,7 +35,7 @@ from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
-from enginery.worker.ranks.collectives import Agreement, JoinedHead
+from enginery.worker.ranks.collectives import Agreement
 from enginery.worker.ranks.path import with_ranks
 from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
@@ -69,14 +69,14 @@ class Runner:
         siblings: int = 0,
     ) -> None:
         self.parts, self.tables, self._is_full = parts, tables, False
-        self.model, self.ops, _, self.feed, self._pool, self.results = parts
+        self.ops, self.feed, self._pool = parts.ops, parts.feed, parts.pool
         self.graphs, self.pieces, self._draft_graphs = captured
         self.device, self._is_cuda = self.feed.device, self.feed.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._forced, self._siblings = draft_model, forced, siblings
-        self._head = self.model if isinstance(self.model, JoinedHead) else None
-        self.agreement = None if self._head is None else Agreement.of(self._head, draft_model)
-        self._lane = 0 if self._head is None or self._head.lanes is None else self._head.lanes.lane
+        joined = parts.joined
+        self.agreement = None if joined is None else Agreement.of(joined, draft_model)
+        self._lane = 0 if joined is None or joined.lanes is None else joined.lanes.lane
         self._paths = self._make_paths()
 
     @property
@@ -115,10 +115,8 @@ class Runner:
         late = self.draft_model is None or self.draft_model.takes_late
         eager = EagerPath(self.parts, keeps_all=self.draft_model is not None, writes_late=late)
         paths, graphs = Paths(eager, self.graphs, self.pieces, without_graph=eager), self.graphs
-        if self._head is None:
-            return paths
         has_head = graphs is not None and graphs.steps.head is not None
-        return with_ranks(paths, self.parts, self._head, has_head=has_head, is_forced=self._forced is not None)
+        return with_ranks(paths, self.parts, has_head=has_head, is_forced=self._forced is not None)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
@@ -132,7 +130,7 @@ class Runner:
             logits = first_rows(forwarded.logits, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
         else:
             assert forwarded.last is not None, "a forward gives logits or hidden states"
-            logits = self.results.logits(self.model.logits(forwarded.last), forwarded.last)
+            logits = self.parts.logits(forwarded.last)
         return Launched(step, forwarded, logits, laid_out_s)
 
     @torch.inference_mode()
@@ -318,7 +316,8 @@ class Runner:
         assert rows is not None, "a step with rows that nobody samples from is no decoding step"
         firsts = begins_of(logits_of_items(step)).tolist()
         return {
-            index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
+            index: prompt_logprob_tables(self.parts.logits, targets, rows[firsts[index] :])
+            for index, targets in sampling.prompts.items()
         }
 
 

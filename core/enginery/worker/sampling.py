@@ -7,13 +7,12 @@ steps: a request that is preempted, or runs in other company, gets the same numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from enginery.contracts.model import Model
 from enginery.contracts.ops import LEAST_TEMPERATURE, OpTable, SamplingTensors
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import Entries, PromptTargets, SamplingInput
@@ -159,11 +158,13 @@ def row_blocks(num_rows: int) -> Iterator[tuple[int, int]]:
         yield begin, min(PROMPT_LOGPROB_ROWS, num_rows - begin)
 
 
-def prompt_logprob_tables(model: Model, targets: PromptTargets, hidden: torch.Tensor) -> list[LogprobTable]:
+def prompt_logprob_tables(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], targets: PromptTargets, hidden: torch.Tensor
+) -> list[LogprobTable]:
     """What the rows of a prompt's chunk say of the tokens that follow them. hidden: [n, C], of at least as many rows as targets."""
     tables: list[LogprobTable] = []
     for begin, count in row_blocks(len(targets.token_ids)):
         following = to_device(torch.from_numpy(targets.token_ids[begin : begin + count]), hidden.device)
-        logits = model.logits(hidden[begin : begin + count])
+        logits = logits_of(hidden[begin : begin + count])
         tables.append(token_logprobs(logits, following, [targets.num_top] * len(following)))
     return tables

@@ -30,8 +30,8 @@ def warm_up(parts: StepParts, *, longest: int) -> None:
 
     All stages of an engine run the same steps, and the last one samples.
     """
-    model, ops, _, feed, pool, results = parts
-    relay, geometry, device, named = parts.relay, pool.geometry, feed.device, feed.named
+    relay, model, ops, results, named = parts.relay, parts.model, parts.ops, parts.results, parts.feed.named
+    geometry, device = parts.pool.geometry, parts.feed.device
     began = time.perf_counter()
     steps = steps_to_run(longest, max_requests=geometry.num_seats)
     for phase, q_lens, cached in steps:
@@ -41,7 +41,7 @@ def warm_up(parts: StepParts, *, longest: int) -> None:
         hidden = results.hidden(model.forward(batch), batch)[: len(q_lens)]
         if not results.vocab_size:
             continue
-        logits = results.logits(model.logits(hidden), hidden).contiguous()  # on a rank that samples nothing they have no memory
+        logits = parts.logits(hidden).contiguous()  # on a rank that samples nothing they have no memory
         table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device=device)[:, None].expand(5, len(q_lens)).contiguous()
         for values in (logits, logits.float()):  # rows with penalties are sampled in float32
             ops.greedy(values)

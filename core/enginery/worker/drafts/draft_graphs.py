@@ -35,7 +35,7 @@ from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, NumGuesses, Replayable
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.collectives import Agreement, JoinedHead
+from enginery.worker.ranks.collectives import Agreement
 
 
 class _Follow(NamedTuple):
@@ -72,7 +72,7 @@ class DraftGraphs:
         """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings, self._kept = capture, state, siblings, target.feed.named.buffers
-        self._agreed = Agreement.of(target.model, model) if isinstance(target.model, JoinedHead) else None
+        self._agreed = None if target.joined is None else Agreement.of(target.joined, model)
         self.behind = torch.zeros(len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows = weakref.WeakKeyDictionary[CapturedStep, _Follow]()  # by the target's

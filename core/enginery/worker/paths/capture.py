@@ -30,7 +30,7 @@ from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedHead, RecordedSteps
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.collectives import JoinedHead, Met
+from enginery.worker.ranks.collectives import Met
 from enginery.worker.ranks.path import ColumnsHead
 from enginery.worker.runner import Captured
 
@@ -96,7 +96,7 @@ def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
     """None: steps can be recorded, as far as can be known before."""
-    if guesses and isinstance(parts.model, JoinedHead):
+    if guesses and parts.joined is not None:
         return "a draft model guesses on several ranks"
     if choice.coordinator is not None:
         return "the sparse coordinator is asked in each layer"
@@ -112,8 +112,8 @@ def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> Recor
         return None
     tellers, most = [tell for offer in used if (tell := offer.spec.record_calls) is not None], choice.settings.max_graph_requests
     head: Head | None = None
-    if isinstance(parts.model, JoinedHead):  # what is chosen from hidden states is of all ranks
-        tellers += [group.record_calls for group in parts.model.exchanges]
+    if parts.joined is not None:  # what is chosen from hidden states is of all ranks
+        tellers += [group.record_calls for group in parts.joined.exchanges]
     else:
         head = RecordedHead(parts, most)
     return RecordedSteps.build(DecodeCapture(parts, most, head=head, record=HostCapture(tellers), fills=False))
@@ -135,10 +135,10 @@ def _draft_graphs(
 
 def _head(choice: Choice, parts: StepParts) -> Head | None:
     """None: of lanes, where what is chosen from hidden states is of all ranks, and of stages before the last."""
-    most, model = choice.settings.max_graph_requests, parts.model
+    most = choice.settings.max_graph_requests
     if choice.parallel.num_lanes > 1 or not choice.parallel.is_last_stage:
         return None
-    return ColumnsHead(parts, model, most) if isinstance(model, JoinedHead) else LogitsHead(parts, most)
+    return LogitsHead(parts, most) if parts.joined is None else ColumnsHead(parts, parts.joined, most)
 
 
 def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:

@@ -81,8 +81,8 @@ class DecodeCapture:
     def capture(self, key: GraphKey) -> CapturedStep:
         """Capture a step. Takes as long as two or three eager ones."""
         size, length, followed, depth = key
-        model, _, _, feed, pool, results = self.parts
-        relay, siblings, most_starts = self.parts.relay, self.speculation.siblings, self.speculation.most_starts
+        model, relay, feed, pool, results = (parts := self.parts).model, parts.relay, parts.feed, parts.pool, parts.results
+        siblings, most_starts = self.speculation.siblings, self.speculation.most_starts
         batch, packed = _padding_alone(feed, pool.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=feed.device) if length > 1 else None
         moved = None if accepted is None or size > most_starts else torch.zeros_like(accepted)

@@ -37,13 +37,13 @@ class LogitsHead:
     """Implements `Head`: all logits, [most rows, V], in one buffer of all sizes, and the best tokens."""
 
     def __init__(self, parts: StepParts, most_rows: int) -> None:
-        self._model, self._ops, self._results, device = parts.model, parts.ops, parts.results, parts.feed.device
-        self.logits = torch.empty(most_rows, self._results.vocab_size, dtype=self._results.dtype, device=device)
+        self._parts, results, device = parts, parts.results, parts.feed.device
+        self.logits = torch.empty(most_rows, results.vocab_size, dtype=results.dtype, device=device)
         self._best = torch.zeros(most_rows, dtype=torch.int64, device=device)
 
     def __call__(self, hidden: torch.Tensor) -> HeadResults:
-        logits = self.logits[: len(hidden)].copy_(self._results.logits(self._model.logits(hidden), hidden))
-        best = self._ops.greedy(logits)
+        logits = self.logits[: len(hidden)].copy_(self._parts.logits(hidden))
+        best = self._parts.ops.greedy(logits)
         return HeadResults(best, self._best[: len(best)].copy_(mark_nan(logits, best)), logits)
 
 

@@ -197,9 +197,8 @@ class PaddedForward:
 
     def forward(self, step: StepInput, batch: ForwardBatch, logits_rows: torch.Tensor | None = None) -> Forwarded:
         """Pad, upload, plan, run. logits_rows: [N] int64, device; the model may leave the others out of its last layer."""
-        model, _, _, feed, pool, results = self._parts
-        num_requests, num_tokens = step.padded
-        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=pool.geometry)
-        there = self._parts.relay.plan(feed.upload(step, batch, logits_rows=logits_rows))
+        parts, (num_requests, num_tokens) = self._parts, step.padded
+        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=parts.pool.geometry)
+        there = parts.relay.plan(parts.feed.upload(step, batch, logits_rows=logits_rows))
         planned_s = time.perf_counter()
-        return Forwarded(planned_s=planned_s, hidden=results.hidden(model.forward(there), there))
+        return Forwarded(planned_s=planned_s, hidden=parts.results.hidden(parts.model.forward(there), there))

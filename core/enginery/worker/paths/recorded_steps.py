@@ -32,11 +32,11 @@ class RecordedHead:
     """Implements `Head`: a recording's own results stay where they are. NaN is looked for behind a replay."""
 
     def __init__(self, parts: StepParts, most_rows: int) -> None:
-        self._model, self._ops, self._results = parts.model, parts.ops, parts.results
+        self._parts, self._ops = parts, parts.ops
         self._firsts = torch.arange(most_rows) * parts.results.vocab_size  # of each row, among all logits
 
     def __call__(self, hidden: torch.Tensor) -> HeadResults:
-        logits = self._results.logits(self._model.logits(hidden), hidden)
+        logits = self._parts.logits(hidden)
         best = self._ops.greedy(logits)
         places = best if len(best) == 1 else best + self._firsts[: len(best)]
         # By the embedding's kernel: a gather's code is in no cache.

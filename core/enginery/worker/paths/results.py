@@ -4,7 +4,7 @@ shapes and the dtype of hidden states, in a microsecond a step, and nothing of t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from enginery.contracts.ops import OpTable
 from enginery.errors import PluginError
 from enginery.kv.pool import PagedKVPool
 from enginery.worker.token_feed import TokenFeed
+
+if TYPE_CHECKING:
+    from enginery.worker.ranks.collectives import JoinedHead
 
 
 class ModelResults(NamedTuple):
@@ -49,10 +52,12 @@ class ModelResults(NamedTuple):
 class StepParts(NamedTuple):
     """What every step of a model runs with. pool: of keys and values. results: what the model has to return.
 
-    socket: has the attention backends that run now, and others after a changeover.
+    joined: of several ranks, each with some of the logits' columns; None: the model gives them. socket: has the attention backends
+    that run now, and others after a changeover.
     """
 
     model: Model
+    joined: JoinedHead | None
     ops: OpTable
     socket: LayerSocket
     feed: TokenFeed
@@ -64,3 +69,8 @@ class StepParts(NamedTuple):
         """To the attention backends that run now."""
         assert self.socket.relay is not None, "steps run with backends"
         return self.socket.relay
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V], on the first of several ranks; on the others zeros without memory."""
+        head = self.model if self.joined is None else self.joined
+        return self.results.logits(head.logits(hidden), hidden)

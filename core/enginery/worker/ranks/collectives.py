@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.ops import EarlySums, OpTable, PeerOps
-from enginery.contracts.parallel import Collectives, StageTensors
+from enginery.contracts.parallel import Collectives
 from enginery.contracts.step import StepInput
 from enginery.contracts.weights import Linear
 from enginery.nn.parallel import SingleRank
@@ -124,7 +123,7 @@ class RankCollectives:
 
 
 class JoinedHead:
-    """Implements `Model` over one whose head has some of the columns, on each of several ranks. lanes: where there are several.
+    """The head of a model of which each of several ranks has some of the columns. lanes: where there are several.
 
     exchanges: what the model's forward exchanges by in host memory, whose calls can be recorded.
     """
@@ -140,9 +139,6 @@ class JoinedHead:
         """shared: of all ranks of the stage. results: what is to come of all ranks together."""
         self.shared, self.lanes, self.exchanges, self._model = shared, lanes, exchanges, model
         self._results = results._replace(vocab_size=-(-results.vocab_size // shared.group.size))
-
-    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
-        return self._model.forward(batch, arrived)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], on the first rank."""
@@ -229,6 +225,6 @@ class Met:
         """The same, of what a stage computes: what crosses is in no graph. Graphs end before the groups of ranks do."""
         return capture
 
-    def joined(self, model: Model, choice: Choice, comm: Collectives) -> Model:
-        """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""
-        return model
+    def joined(self, model: Model, choice: Choice, comm: Collectives) -> tuple[Model, JoinedHead | None]:
+        """The model of this rank, with what arrives from the stage before, and the head of all ranks. comm: its collectives."""
+        return model, None

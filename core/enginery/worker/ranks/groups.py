@@ -112,16 +112,17 @@ class RankGroups(Met):
         head = HeadColumns(self.everyone, choice.facts.vocab_size, peer_ops)
         return RankCollectives(self.tensor, self._across, ops, head, peer_ops)
 
-    def joined(self, model: Model, choice: Choice, comm: Collectives) -> Model:
+    def joined(self, model: Model, choice: Choice, comm: Collectives) -> tuple[Model, JoinedHead | None]:
         """With what crosses between stages, and the logits of the last stage's ranks."""
         if self._stages is not None:
             boundary, dtype = choice.facts.boundary, choice.dtype
             model = self._staged = LinkedStage(model, self._stages, self.parallel, boundary, dtype, host=self.world)
         if self.everyone.size == 1 or not self.parallel.is_last_stage:
-            return model
+            return model, None
         assert isinstance(comm, RankCollectives), "they are this rank's"
         exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
-        return JoinedHead(model, comm.head, choice.results, None if self._across is None else LaneRows(self._across), exchanges)
+        lanes = None if self._across is None else LaneRows(self._across)
+        return model, JoinedHead(model, comm.head, choice.results, lanes, exchanges)
 
 
 def _connect(stages: DeviceGroup, parallel: ParallelFacts) -> None:

@@ -100,8 +100,10 @@ class SampledRows:
         return Forwarded(planned_s=planned_s, in_graphs=in_graphs, rows=rows, last=last)
 
 
-def with_ranks(paths: Paths, parts: StepParts, head: JoinedHead, *, has_head: bool, is_forced: bool) -> Paths:
+def with_ranks(paths: Paths, parts: StepParts, *, has_head: bool, is_forced: bool) -> Paths:
     """These ways with what several ranks do behind them. has_head: decoding steps are captured with it, not the forward alone."""
+    if (head := parts.joined) is None:
+        return paths
 
     def best(path: ForwardPath) -> ForwardPath:
         return BestTokens(path, head, parts.feed)

@@ -213,7 +213,7 @@ class Follower:
             assert rows is not None, "a step with rows that nobody samples from is no decoding step"
             for begin, count in row_blocks(int(items.num_logits[index] - items.samples[index])):
                 first = int(firsts[index]) + begin
-                self._runner.model.logits(rows[first : first + count])
+                self._runner.parts.logits(rows[first : first + count])
 
 
 def share_tokens(group: TensorGroup, step: StepInput, tokens: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ In DeepSeek's spelling, which others took over: they are behind the last layer, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from enginery.checkpoint.decoder_shape import whole_number
 from enginery.contracts.drafting import DrafterSpec
@@ -21,18 +21,18 @@ def num_next_layers(config: Mapping[str, object]) -> int:
     return whole_number(config, _COUNT)
 
 
-def next_layers(config: Mapping[str, Any], *, least: int = 0) -> list[str]:
+def next_layers(config: Mapping[str, object], *, least: int = 0) -> list[str]:
     """Their tensors, for `ModelSpec.ignored_weights`: only a drafter asks for them. least: where config.json states none."""
-    first = whole_number(config, "num_hidden_layers")
-    return [f"model.layers.{first + index}.*" for index in range(int(config.get(_COUNT) or least))]
+    first, count = whole_number(config, "num_hidden_layers"), whole_number(config, _COUNT, least)
+    return [f"model.layers.{first + index}.*" for index in range(count)]
 
 
 def next_token_drafter(
     *architectures: str,
-    describe: Callable[[Mapping[str, Any]], ModelFacts],
+    describe: Callable[[Mapping[str, object]], ModelFacts],
     build: Callable[[ModelContext], Model],
-    modules: Callable[[Mapping[str, Any]], int] = num_next_layers,
-    suits: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get(_COUNT)),
+    modules: Callable[[Mapping[str, object]], int] = num_next_layers,
+    suits: Callable[[Mapping[str, object]], bool] = lambda config: bool(config.get(_COUNT)),
     point: Point = "input",
     stacked_weights: Mapping[str, tuple[str, ...]] = ExpertNames().stacked,
 ) -> DrafterSpec:

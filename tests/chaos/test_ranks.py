@@ -147,7 +147,6 @@ def test_a_rank_never_outlives_the_engine(when: str, pairs: list[Pair]) -> None:
     assert not alive
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_a_rank_that_raises_is_the_cause(pairs: list[Pair], tmp_path: Path) -> None:
     """What it printed, its traceback, comes before."""
     pairs.append(Pair(path=broken(tmp_path, "raise ValueError('rank 1 has had enough')")))
@@ -162,7 +161,6 @@ OUT = "import torch; raise torch.OutOfMemoryError('3.14 TiB')"
 SHORT = [(rank, when) for when in ("decode", "boot", "prefill") for rank in (0, 1)]
 
 
-@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize(("rank", "when"), spread(SHORT, 2))
 def test_the_engine_ends_when_memory_runs_out_on_a_rank(rank: int, when: str, pairs: list[Pair], tmp_path: Path) -> None:
     """On the engine's own too, which goes on where there is no other. Rank 0 raises to its caller."""
@@ -191,7 +189,6 @@ def test_a_server_starts_its_engine_again_when_memory_ran_out_on_the_first_rank(
         assert (last.startswith(f"engine: {why}"), step.startswith("in step ")) == (True, True)
 
 
-@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize(
     ("when", "mesh"), spread([("decode", TENSOR), ("boot", TENSOR), ("prefill", STAGES), ("decode", LANES)], 3), ids=str
 )
@@ -208,7 +205,6 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(
     assert "in failing" in err
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_a_first_rank_that_hangs_loses_the_others_and_ends_when_it_comes_back(pairs: list[Pair], tmp_path: Path) -> None:
     """It is the engine's own process, whose thread nobody interrupts outside of an exchange.
 
@@ -287,7 +283,7 @@ def broken(folder: Path, code: str, *, rank: int = 1, step: int | None = 2) -> P
         f"    import {module} as module\n"
         "    def breaking(run):\n"
         "        def failing(self, *given, **named):\n"
-        f"            if {step_of} == {step}:\n"
+        f"            if {whose!r} in ' '.join(sys.orig_argv) and {step_of} == {step}:\n"  # a forked rank has what is patched here
         f"                {code}\n"
         "            return run(self, *given, **named)\n"
         "        return failing\n"

@@ -44,6 +44,11 @@ MODULES = (
 )
 # They limit their address space, of which torch would take much: forked from a process without it. Servers start them as always.
 SMALL = ("enginery.text.template_process",)
+# What is imported beside the engine's own modules, for code about what those import.
+LIGHT = (
+    *("annotated_types", "fastapi", "jinja2", "msgspec", "orjson", "packaging.requirements", "pluggy", "prometheus_client"),
+    *("pydantic.v1", "rich.console", "starlette.applications", "tokenizers", "typer", "zmq.asyncio"),
+)
 SCRIPTS = (
     "chaos/chaos_server.py",
     "chaos/faulty_engine.py",
@@ -74,7 +79,7 @@ class Nursery:
     """The process that forks, as the one that asks it holds it. Started when it is first needed."""
 
     def __init__(self, kind: str) -> None:
-        """kind: whether it imports `SMALL` or what engines and servers import. Tests find processes by the modules they run."""
+        """kind: one of `KINDS`, what it imports. Tests find processes by the modules they run."""
         self._kind = kind
         self._ours: socket.socket | None = None
         self._environ: dict[str, str] = {}
@@ -120,12 +125,14 @@ def _is_fixed(name: str) -> bool:
     return name.startswith(FIXED) and not name.startswith(BUT)
 
 
-NURSERY = Nursery("whole")
-SMALL_NURSERY = Nursery("small")
+# What each imports; `whole` what engines and servers do, and plugins.
+KINDS: Mapping[str, Sequence[str]] = {"whole": (), "small": SMALL, "light": LIGHT, "torch": (*LIGHT, "torch")}
+NURSERIES = {kind: Nursery(kind) for kind in KINDS}
+NURSERY, SMALL_NURSERY = NURSERIES["whole"], NURSERIES["small"]
 _started_as_always = subprocess.Popen._execute_child
 _parameters = inspect.signature(_started_as_always)
 _is_on = False
-_also_code = False
+_of_code = ""
 
 
 def install() -> None:
@@ -147,26 +154,28 @@ def own_processes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def code_too() -> Iterator[None]:
-    """Also `python -c` in it, which is about the engine and not about how a process begins."""
-    global _also_code
-    before, _also_code = _also_code, True
+def code_too(kind: str = "whole") -> Iterator[None]:
+    """Also `python -c` in it, which is about the engine and not about how a process begins. kind: behind which of `KINDS`; what is
+    about imports is forked from `light` or from `torch`, where no module of the engine is there."""
+    global _of_code
+    before, _of_code = _of_code, kind
     try:
         yield
     finally:
-        _also_code = before
+        _of_code = before
 
 
-def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of Python, also with -c and code."""
-    with code_too():
+def run_python(*arguments: str, kind: str = "whole", **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of Python, also with -c and code. kind: as for `code_too`."""
+    with code_too(kind):
         return subprocess.run([sys.executable, *arguments], **options)
 
 
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     asked = _parameters.bind(self, *given).arguments
     environ = dict(os.environ if asked["env"] is None else asked["env"])
-    nursery = SMALL_NURSERY if _is_small(asked["args"]) else NURSERY
+    is_code = asked["args"][1:2] == ["-c"] and not _forked
+    nursery = SMALL_NURSERY if _is_small(asked["args"]) else NURSERIES[_of_code or "whole"] if is_code else NURSERY
     is_known = nursery is SMALL_NURSERY or _is_of_the_engine(asked["args"])
     if not (_is_on and is_known and _is_plain(asked) and nursery.fits(environ)):
         _started_as_always(self, *given)
@@ -191,7 +200,7 @@ def _is_of_the_engine(command: Any) -> bool:
         return False
     first, *rest = [str(each) for each in command[1:] if each != "-P"]
     is_script = first.endswith(SCRIPTS) or COMPILES in first
-    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and _also_code) or is_script
+    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and bool(_of_code)) or is_script
 
 
 def _is_small(command: Any) -> bool:
@@ -402,4 +411,4 @@ def _run(words: Sequence[str], *, is_safe: bool) -> int:
 if __name__ == "__main__":
     import quick_processes  # under its own name, as in the processes that are forked
 
-    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])), SMALL if sys.argv[3] == "small" else ())
+    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])), KINDS[sys.argv[3]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -77,10 +76,8 @@ class Site:
         """Run Python code in a process that has the site on its path. is_fresh: it is about what is imported."""
         path = os.pathsep.join([str(self.path), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"PYTHONPATH": path} | environ
-        with quick_processes.own_processes() if is_fresh else contextlib.nullcontext():
-            return quick_processes.run_python(
-                "-c", textwrap.dedent(code), capture_output=True, text=True, timeout=150, check=False, env=env
-            )
+        kind, how = "light" if is_fresh else "whole", {"capture_output": True, "text": True, "timeout": 150, "check": False}
+        return quick_processes.run_python("-c", textwrap.dedent(code), kind=kind, env=env, **how)
 
 
 @pytest.fixture

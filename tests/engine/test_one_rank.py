@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import noise
+from quick_processes import run_python
 
 PROGRAM = """
 import importlib.abc
@@ -45,7 +43,7 @@ CHEAP = {
 def test_one_rank_runs_without_the_modules_of_several() -> None:
     options = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 1}
     program = f"OPTIONS = {options!r}\n{PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=False)
+    done = run_python("-c", program, kind="torch", capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     told, loaded = done.stdout.splitlines()
     assert told == "3"

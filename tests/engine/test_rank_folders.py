@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from quick_processes import run_python
 
 from enginery.engine.ranks.wires import HostWires
 
@@ -35,7 +34,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def engine_that_was_killed(temporary: Path) -> Path:
     """The socket that is left of it."""
     before = set(temporary.iterdir())
-    assert subprocess.run([sys.executable, "-c", KILLED], check=False).returncode < 0
+    assert run_python("-c", KILLED, check=False).returncode < 0
     (left,) = set(temporary.iterdir()) - before
     return left / "reports"
 

@@ -1,15 +1,14 @@
-"""What must be quick to start loads neither torch nor transformers, each in a process of its own."""
+"""What must be quick to start loads neither torch nor transformers, each in a process that had nothing of the engine before."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+import quick_processes
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers"}
@@ -23,10 +22,12 @@ WHY = ["list-backends", "--why", "enginery-tiny", "--device", "cpu", "-p", "no:o
 COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], WHY, ["plugins"], ["test-backend", "--help"]]
 
 
-def loaded_by(code: str, heavy: Collection[str] = HEAVY) -> set[str]:
-    """The heavy packages that a fresh interpreter has loaded after running `code`. Raises with its stderr if it fails."""
+def loaded_by(code: str, heavy: Collection[str] = HEAVY, *, behind: str = "light") -> set[str]:
+    """The heavy packages that a process has loaded after running `code`. behind: what it had before, of `quick_processes.KINDS`.
+    Raises with its stderr if it fails."""
     report = f"import json, sys; print(json.dumps(sorted({set(heavy)!r} & sys.modules.keys())))"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=150, check=False)
+    how = {"capture_output": True, "text": True, "timeout": 150, "check": False}
+    done = quick_processes.run_python("-c", f"{code}\n{report}", kind=behind, **how)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -66,13 +67,20 @@ class Weights:
 
 take_norm(Weights(), "norm", 4, offset=1.0)
 """
-    assert loaded_by(code, {"torch", "torch._dynamo"}) == {"torch"}
+    assert loaded_by(code, {"torch", "torch._dynamo"}, behind="torch") == {"torch"}
 
 
 @pytest.mark.parametrize("kit", ["conformance", "kits.ops", "kits.models"])
 def test_the_kits_commands_need_no_pytest(kit: str) -> None:
     """Who installs the engine alone has none: `engine test-backend`, `test-op` and `test-model` run there too."""
-    loaded_by(f"import sys; sys.modules['pytest'] = None; import enginery.testing.{kit}")
+    loaded_by(f"import sys; sys.modules['pytest'] = None; import enginery.testing.{kit}", behind="torch")
+
+
+def test_what_they_are_forked_from_has_neither_the_engine_nor_what_is_heavy() -> None:
+    ours = "import sys; [sys.modules.setdefault('ours', sys) for name in list(sys.modules) if name.startswith('enginery')]"
+    heavy = {*HEAVY, "pytest", "ours", "torch._dynamo"}
+    assert loaded_by(ours, heavy) == set()
+    assert loaded_by(f"import torch; {ours}", heavy, behind="torch") == {"torch"}
 
 
 def test_a_heavy_import_is_noticed() -> None:
@@ -87,4 +95,4 @@ from enginery.testing.fixtures import TINY_CONFIG, open_tiny_llm, write_tiny_che
 config = TINY_CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
 open_tiny_llm(write_tiny_checkpoint(Path({str(tmp_path)!r}), config), load_format="dummy").close()
 """
-    assert loaded_by(code, {"torch", "torch._dynamo"}) == {"torch"}
+    assert loaded_by(code, {"torch", "torch._dynamo"}, behind="torch") == {"torch"}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from quick_processes import run_python
 
 from enginery.api import OpNeeds
 from enginery.nn import reference_ops
@@ -161,7 +162,7 @@ def test_there_is_one_pool_of_threads() -> None:
         "print(native.KERNELS.has_threads, len([name for name in maps if 'omp' in os.path.basename(name).split('.')[0]]), "
         "len(os.listdir('/proc/self/task')), alone)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, kind="torch", capture_output=True, text=True, check=True)
     has_threads, runtimes, tasks, alone = done.stdout.split()
     assert (has_threads, runtimes) == ("1", "1")
     assert int(tasks) <= int(alone)
@@ -179,8 +180,8 @@ def test_every_narrower_instruction_set_does_the_same(isa: str) -> None:
 
 
 def test_a_set_that_this_cpu_lacks_is_an_error_and_no_fallback() -> None:
-    command = [sys.executable, "-c", "import enginery_ops_cpu.native"]
-    done = subprocess.run(command, env={**os.environ, "ENGINERY_CPU_ISA": "sse9"}, capture_output=True, text=True)
+    environ = {**os.environ, "ENGINERY_CPU_ISA": "sse9"}
+    done = run_python("-c", "import enginery_ops_cpu.native", kind="torch", env=environ, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ENGINERY_CPU_ISA=sse9 is none of what this CPU has" in done.stderr
 

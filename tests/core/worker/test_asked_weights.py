@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from engine.rank_models import CONFIGS, LANES
+from quick_processes import run_python
 
 PROBE = """
 import json
@@ -42,6 +41,7 @@ print(json.dumps([slow, "torch._dynamo" in sys.modules]))
 
 def test_neither_a_family_nor_its_module_for_guesses_waits_for_torchs_compiler() -> None:
     asked = json.dumps({name: CONFIGS[name] for name in LANES}, default=str)
-    done = subprocess.run([sys.executable, "-c", PROBE], input=asked, capture_output=True, text=True, timeout=150, check=False)
+    how = {"capture_output": True, "text": True, "timeout": 150, "check": False}
+    done = run_python("-c", PROBE, kind="torch", input=asked, **how)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [{}, False]

@@ -1,8 +1,6 @@
 """What processes exchange through gloo, here among threads, against sums in float64."""
 
 import datetime
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_processes import run_python
 
 from enginery.worker.ranks import gloo
 from enginery.worker.ranks.gloo import Group, LostRank, Standing, open_store
@@ -115,8 +114,7 @@ del groups[0]  # while the other's connections are open
 
 
 def test_an_exchange_that_gloo_has_forgotten_ends_and_the_process_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOST, str(tmp_path / "meeting")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = run_python("-c", LOST, str(tmp_path / "meeting"), capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode, done.stdout) == (0, "the exchange 'sum' with other ranks failed: it was ended\n"), done.stderr
 
 
@@ -139,5 +137,5 @@ del store
 
 def test_a_store_whose_file_goes_while_it_is_taken_apart_does_not_end_the_process(tmp_path: Path) -> None:
     """torch throws where nothing may be thrown: a rank that an engine kept was killed by SIGABRT, after a minute."""
-    ended = subprocess.run([sys.executable, "-c", TAKEN_APART, str(tmp_path / "meeting")], capture_output=True, text=True)
+    ended = run_python("-c", TAKEN_APART, str(tmp_path / "meeting"), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from pairwise import EVERYTHING
 
 
 def _is_interpreted() -> bool:
@@ -23,11 +26,15 @@ def _is_interpreted() -> bool:
 
 
 INTERPRETED = _is_interpreted()
+QUICKLY = Path(__file__).parents[3] / "tests" / "quickly_interpreted"
 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips where kernels are not interpreted."""
+    """Skips where kernels are not interpreted. Few programs merge a row, as most would find nothing to merge."""
     if not INTERPRETED:
         pytest.skip("kernels are interpreted where Triton is installed and there is no CUDA device")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if not EVERYTHING:
+        monkeypatch.setenv("PYTHONPATH", str(QUICKLY), prepend=os.pathsep)
+        monkeypatch.setattr("enginery_attn_triton.launch._MERGING", 32)

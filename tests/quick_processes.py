@@ -55,7 +55,10 @@ SCRIPTS = (
     "chaos/rank_engine.py",
     "serve/fake_server.py",
     "serve/fake_engine.py",
+    "engine/joined_engine.py",
 )
+IN_NAMESPACE = ("ip", "netns", "exec")  # and its name, before a command
+_NETWORK = 0x40000000  # CLONE_NEWNET
 COMPILES = "/tests/hopper_"  # in the names of scripts that `compile_only` runs
 IMPORTED = (
     *("enginery.cli.main", "enginery.serve.server", "enginery.engine.engine", "enginery.serve.engine.process", "enginery.llm.llm"),
@@ -173,6 +176,9 @@ def run_python(*arguments: str, kind: str = "whole", **options: Any) -> subproce
 
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     asked = _parameters.bind(self, *given).arguments
+    namespace = ""
+    if isinstance(asked["args"], list) and tuple(asked["args"][:3]) == IN_NAMESPACE:
+        namespace, asked["args"] = asked["args"][3], asked["args"][4:]
     environ = dict(os.environ if asked["env"] is None else asked["env"])
     is_code = asked["args"][1:2] == ["-c"] and not _forked
     nursery = SMALL_NURSERY if _is_small(asked["args"]) else NURSERIES[_of_code or "whole"] if is_code else NURSERY
@@ -188,6 +194,7 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
         "environ": environ,
         "folder": str(asked["cwd"] or os.getcwd()),
         "is_session": bool(asked["start_new_session"]),
+        "namespace": namespace,
         "files": [0, 1, 2, *files[3:]],
     }
     self.pid = nursery.fork(request, files) if not _forked else _fork_here(request, files)
@@ -293,6 +300,8 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
         gc.unfreeze = _nothing  # what was imported is nobody's garbage, and a look at it copies all of its memory: 0.2 s
         if request["is_session"]:
             os.setsid()
+        if request["namespace"]:
+            _enter(request["namespace"])
         _place(files, request["files"])
         os.chdir(request["folder"])
         os.environ.clear()
@@ -308,6 +317,13 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
 
 def _nothing() -> None:
     pass
+
+
+def _enter(namespace: str) -> None:
+    """A network namespace that `ip netns` made. /sys stays that of the one before."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NETWORK):
+            raise OSError(ctypes.get_errno(), f"the network namespace {namespace}")
 
 
 def _leave_behind(mask: Any) -> None:

@@ -70,7 +70,6 @@ def hosts() -> Iterator[Hosts]:
 ADDRESS = "tcp://10.213.77.1:5550"
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_ranks_of_two_network_namespaces(
     hosts: Hosts, key_file: Path, tmp_path: Path, members: list[Member], registry: Registry
 ) -> None:
@@ -95,7 +94,6 @@ def test_ranks_of_two_network_namespaces(
     assert json.loads(out) == [told.tokens for told in one.values()]
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_hosts_that_do_not_reach_each_other_any_more_both_end(hosts: Hosts, key_file: Path, members: list[Member]) -> None:
     """The cable is cut: no connection is closed, and nobody hears of it."""
     given = {**OPTIONS, "tp": 2, "executor": "join", "listen": ADDRESS, "rank_key_file": str(key_file), "step_deadline": 3.0}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import quick_processes
@@ -42,7 +40,7 @@ def test_the_shell_is_offered_names_and_values() -> None:
         "engine serve --kv-dtype f": {"fp8", "float32", "float16"},
         "engine serve --schedule-policy f": {"fcfs"},
     }
-    done = subprocess.run([sys.executable, "-c", SHELL, *offered], capture_output=True, text=True, check=True)
+    done = quick_processes.run_python("-c", SHELL, *offered, kind="light", capture_output=True, text=True, check=True)
     found = [set(told.split()) for told in done.stdout.split("--\n")[:-1]]
     assert dict(zip(offered, found, strict=True)) == offered
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import quick_processes
 import torch
 
 from enginery.cli import doctor as doctor_module
@@ -31,7 +32,8 @@ def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 def test_what_this_torch_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked in a process of its own, as the command asks it."""
-    found, why = doctor_module._ask(doctor_module._ASK_TORCH)
+    with quick_processes.code_too("torch"):
+        found, why = doctor_module._ask(doctor_module._ASK_TORCH)
     assert found is not None, why
     assert found["gloo"] == torch.distributed.is_gloo_available()
     assert bool(found["nccl"]) == torch.distributed.is_nccl_available()

@@ -259,11 +259,9 @@ def rate_of_found(
         now = length.paying(counts, num_requests)
         took_s = (1 + a_row_s * now) * draw.uniform(0.95, 1.05) + capture_s * (now not in captured) + gap_s * (now + before > 0)
         captured.add(now)
-        tokens = num_requests
-        for _ in counts if now else ():
-            right = next((place for place in range(now) if draw.random() > chance), now)
-            length.told([(now, right)])
-            tokens += right
+        found = [next((place for place in range(now) if draw.random() > chance), now) for _ in counts if now]
+        length.told([(now, right) for right in found])
+        tokens = num_requests + sum(found)
         length.verified(num_requests, now, took_s, told=tokens / num_requests, late=before > 0)
         before, spent_s, told = now, spent_s + took_s, told + tokens / num_requests
     return told / spent_s
@@ -306,8 +304,7 @@ def losing_trials(capture_s: float, *, steps: int = 4000) -> list[int]:
         took_s = 1 + 0.5 * verified + capture_s * ((verified, made) not in captured)
         is_steady = verified == made == (taken[-1] if taken else 0)
         captured.add((verified, made))
-        for _ in range(verified):
-            length.told([(verified, verified // 2)])
+        length.told([(verified, verified // 2)] * verified)
         length.passed(16, verified, made, took_s)
         if is_steady:
             length.took(16, made, took_s)

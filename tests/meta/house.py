@@ -1,4 +1,5 @@
-"""Measures how readable the core is: sizes, types, docstrings, complexity, rooms. `python tests/meta/house.py` prints the table.
+"""Measures how readable the core is: sizes, types, docstrings, complexity, rooms. `python tests/meta/house.py` prints the table;
+with a folder behind it, that of the modules there.
 
 `test_house.py` holds the limits. Frames and types of a step are measured there too, for they need an engine that runs.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +215,7 @@ def table(house: House, *, frames: int | None = None, types: int | None = None) 
 
 
 if __name__ == "__main__":
-    found = measure()
+    found = measure(*map(Path, sys.argv[1:]))
     print(table(found))
     for place, value in sorted(found.complex_functions.items(), key=lambda each: -each[1]):
         print(f"complexity {value}: {place}")

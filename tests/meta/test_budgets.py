@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +56,17 @@ def parameters(function: Def) -> list[ast.arg]:
     return [arg for arg in every if arg.arg not in ("self", "cls")]
 
 
+@functools.lru_cache(1)
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def size_offences(source: str, budget: Budget) -> list[str]:
     """What in `source` is larger than `budget` allows."""
     offences = []
     if (lines := source.count("\n")) > budget.file_lines:
         offences.append(f"{lines} lines in the file, at most {budget.file_lines}")
-    for name, node in named(ast.parse(source)):
+    for name, node in named(parsed(source)):
         if isinstance(node, Def):
             if (lines := node.end_lineno - node.lineno + 1) > budget.function_lines:
                 offences.append(f"{name}: {lines} lines, at most {budget.function_lines}")
@@ -81,7 +87,7 @@ def _declares_hook(function: Def) -> bool:
 def construct_offences(source: str, *, file: str = "", allowed: dict[str, str] = GETATTR_ALLOWED) -> list[str]:
     """Every `global`, probe for an attribute, and missing annotation in `source`."""
     offences = []
-    for name, node in named(ast.parse(source)):
+    for name, node in named(parsed(source)):
         match node:
             case ast.Global():
                 offences.append(f"line {node.lineno}: global {', '.join(node.names)}")

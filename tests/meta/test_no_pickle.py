@@ -35,7 +35,7 @@ def pickle_offences(source: str) -> list[str]:
             case ast.keyword():
                 bad = node.arg in ATTRIBUTES and ast.unparse(node.value) != "False"
             case ast.Call():
-                bad = ast.unparse(node.func) in CALLS
+                bad = isinstance(node.func, ast.Name | ast.Attribute) and ast.unparse(node.func) in CALLS
             case _:
                 continue
         if bad:

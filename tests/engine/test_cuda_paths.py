@@ -63,7 +63,7 @@ FEW: Mapping[str, object] = {"num_pages": 20, "max_model_len": 48, "max_batch_to
 def options(**changes: object) -> EngineOptions:
     given = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "num_threads": 1, "page_size": 4, "num_pages": 128}
     sizes = {"max_batch_requests": 6, "max_batch_tokens": 40, "max_model_len": 64}
-    return EngineOptions(**{**noise.OPTIONS, **given, **sizes, **changes})
+    return EngineOptions(**{**noise.TWO_LAYERS, **given, **sizes, **changes})
 
 
 @contextmanager

@@ -3,4 +3,5 @@
 from pathlib import Path
 
 OPTIONS = {"model": str(Path(__file__).parent), "load_format": "dummy"}
+TWO_LAYERS = {**OPTIONS, "model": str(Path(__file__).parent / "two_layers")}  # for tests that count no layers
 FLAGS = ("--model", OPTIONS["model"], "--load-format", "dummy")

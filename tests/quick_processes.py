@@ -69,8 +69,9 @@ IMPORTED = (
 )
 # Of a pytest that is forked where it makes errors of warnings.
 PYTEST_FLAGS = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
-# Read when something is imported, so that they must be what they were then.
-FIXED = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "TRITON", "CUDA", "MALLOC_")
+# Read when something is imported, so that they must be what they were then; the latter by what torch is.
+FIXED = ("PYTHON", "LD_", "MALLOC_")
+FIXED_BY_TORCH = ("OMP_", "MKL_", "TORCH", "TRITON", "CUDA")
 BUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTEST_")
 ROOM_FOR_ARGUMENTS = 1 << 14
 _PR_SET_CHILD_SUBREAPER = 36
@@ -92,7 +93,9 @@ class Nursery:
         if not _forked:
             with _LOCK:
                 self._started()
-        return all(self._environ.get(name) == environ.get(name) for name in {*self._environ, *environ} if _is_fixed(name))
+        fixed = FIXED if self._kind == "light" else FIXED + FIXED_BY_TORCH
+        names = [name for name in {*self._environ, *environ} if name.startswith(fixed) and not name.startswith(BUT)]
+        return all(self._environ.get(name) == environ.get(name) for name in names)
 
     def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
         """The number of a new child of this process."""
@@ -122,10 +125,6 @@ class Nursery:
 def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
     ours.close()
     process.wait()
-
-
-def _is_fixed(name: str) -> bool:
-    return name.startswith(FIXED) and not name.startswith(BUT)
 
 
 # What each imports; `whole` what engines and servers do, and plugins.

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from fake_engine import FAIL
 from tokenizers_made import byte_fallback
+from quick_processes import run_python
 
 from enginery import __version__
 from enginery.cli import chat, generate
@@ -332,7 +333,7 @@ def test_a_server_s_words_reach_the_terminal():
 def test_version_and_help_are_quick_and_import_no_torch():
     code = "import sys, enginery.cli.main as m\ntry: m.main([sys.argv[1]])\nfinally: assert 'torch' not in sys.modules"
     for flag, words in (("--version", __version__), ("--help", "list-backends")):
-        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        done = run_python("-c", code, flag, kind="light", capture_output=True, text=True, check=True)
         assert words in done.stdout
 
 
@@ -341,8 +342,8 @@ def test_threads_of_a_cpu_engine_spin_for_less_unless_the_environment_says_other
     """What torch's OpenMP says it took: it reads the environment once, when torch is imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environ = {**kept, "OMP_DISPLAY_ENV": "VERBOSE", "OMP_NUM_THREADS": "1", **own}
-    command = [sys.executable, "-m", "enginery", "generate", "Hi", "--max-tokens", "1"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=True)
+    code = "from enginery.cli.main import main; main(['generate', 'Hi', '--max-tokens', '1'])"
+    done = run_python("-c", code, kind="light", env=environ, capture_output=True, text=True, timeout=150, check=True)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 

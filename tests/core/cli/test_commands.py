@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from fake_engine import FAIL
-from tokenizers_made import byte_fallback
 from quick_processes import run_python
+from tokenizers_made import byte_fallback
 
 from enginery import __version__
 from enginery.cli import chat, generate

@@ -40,5 +40,5 @@ def test_damaged_memory_changes_the_answer(folder: Path) -> None:
         before = model.generate(prompt, GREEDY)[0].token_ids
         assert model.generate(prompt, GREEDY)[0].token_ids == before
         assert model._engine is not None
-        model._engine._runner.relay.backend.pool.layer(LocalLayerId(0)).k.add_(1)
+        model._engine._runner.parts.relay.backend.pool.layer(LocalLayerId(0)).k.add_(1)
         assert model.generate(prompt, GREEDY)[0].token_ids != before

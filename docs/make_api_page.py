@@ -64,7 +64,9 @@ ABOUT: Final = {
         "grammar keeps it from calling others than these. What a model wrote as `arguments` of an earlier call may be sent back, "
         "though it is no JSON object: it stands in the prompt as it is.\n\n"
         "The role `developer` is `system` for a chat template that does not name it. Messages of both at the beginning "
-        "are one message, with an empty line between them.\n\n"
+        "are one message, with an empty line between them. Where the template refuses or leaves out what one of them says "
+        "further on, as gpt-oss' does, all are one message at the beginning, in their order. A template that leaves out that "
+        "one too is refused.\n\n"
         '`chat_template_kwargs` are variables of the chat template, such as `{"enable_thinking": false}`. A variable that the '
         "template does not use is refused, with the names of those that it uses. So is one for which there is a field, or a token "
         "of the model.\n\n"

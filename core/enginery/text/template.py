@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from enginery.checkpoint.folder import read_json, unreadable
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
 from enginery.text.renderer import Renderer, RendererDied
-from enginery.text.template_process import GIVEN, Limits, Rendered, Rendering, Start, syntax_error
+from enginery.text.template_process import GIVEN, INSTRUCTS, Limits, Rendered, Rendering, Start, syntax_error
 from enginery.text.tokenizer import Tokenizer
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? (?:is(?: not)?|==|!=) [nN]one")
@@ -115,8 +116,9 @@ class ChatTemplate:
         source = self._source(template)
         if continue_final_message:
             _check_final(messages, add_generation_prompt=add_generation_prompt)
+        known = _with_known_roles(messages, source)
         rendering = Rendering(
-            messages=_told(_with_known_roles(messages, source), source),
+            messages=_told(known, source),
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -126,6 +128,8 @@ class ChatTemplate:
             template=template,
         )
         rendered = self._rendered(rendering)
+        if rendered.text is None and (instructed := _instructed_first(known)) != known:
+            rendered = self._rendered(replace(rendering, messages=_told(instructed, source)))
         if rendered.text is None:
             whose = "the model's" if template is None else "the request's"
             raise RequestError(f"{whose} chat template {rendered.error}", param=rendered.param)
@@ -210,6 +214,13 @@ def _with_known_roles(messages: Sequence[Mapping[str, object]], source: str) -> 
     while [each.get("role") for each in found[:2] if isinstance(each.get("content"), str)] in _AS_ONE:
         found[:2] = [{**found[0], "content": f"{found[0]['content']}\n\n{found[1]['content']}"}]
     return [{**each, "role": "system"} if each.get("role") == "developer" and "developer" not in source else each for each in found]
+
+
+def _instructed_first(messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """For a template that refuses or leaves out what is said further on: it as one message at the beginning."""
+    said = [each for each in messages if each.get("role") in INSTRUCTS]
+    first = [{**each, "content": "\n\n".join(str(each.get("content") or "") for each in said)} for each in said[:1]]
+    return [*first, *(each for each in messages if each.get("role") not in INSTRUCTS)]
 
 
 def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:

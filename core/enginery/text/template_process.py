@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import signal
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import jinja2
@@ -28,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from enginery.child_process import read_frame, write_frame
 
 GIVEN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # what every template gets
+INSTRUCTS: Final = ("system", "developer")  # roles whose messages no template may leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,14 +166,14 @@ def render(start: Start, asked: Rendering) -> Rendered:
         variables = asked.variables | asked.switches
         if variables and (refused := _refused(asked, _variables_of(source) - GIVEN - start.variables.keys())):
             return refused
-        given = {"tools": asked.tools, "documents": None, "add_generation_prompt": asked.add_generation_prompt}
         messages, mark = _as_templates_expect(asked.messages), f"{uuid.uuid4().hex} "
         if asked.continue_final_message:
             messages[-1]["content"] = f"{messages[-1]['content']}{mark}"
-        parts = template.generate({**start.variables, **variables, "messages": messages, **given})
-        text = _joined(parts, num_chars=start.limits.num_chars)
-        if text is None:
-            return Rendered(error=f"made more than {start.limits.num_chars:,} characters of these messages")
+        given = {**start.variables, **variables, "messages": messages, "tools": asked.tools, "documents": None}
+        given["add_generation_prompt"] = asked.add_generation_prompt
+        write = partial(_written, template, given, num_chars=start.limits.num_chars)
+        if _leaves_out(messages, text := write(), write):
+            return Rendered(error="leaves out what the system or the developer says; let a user say it, or give a --chat-template")
         return _until_mark(text, asked.messages[-1]["content"], mark) if asked.continue_final_message else Rendered(text=text)
     except jinja2.TemplateSyntaxError as error:
         where, param = (" in the checkpoint's folder", "messages") if asked.template is None else ("", "chat_template")
@@ -180,15 +182,30 @@ def render(start: Start, asked: Rendering) -> Rendered:
         return Rendered(error=f"refuses these messages: {str(error) or type(error).__name__}")
 
 
-def _joined(parts: Iterable[str], *, num_chars: int) -> str | None:
-    """The whole text; None as soon as it is longer than allowed."""
-    taken: list[str] = []
-    for part in parts:
-        num_chars -= len(part)
-        if num_chars < 0:
-            return None
+def _written(template: jinja2.Template, given: dict[str, object], *, num_chars: int) -> str:
+    """The whole text. Raises `jinja2.TemplateError` as soon as it is longer than allowed."""
+    taken, left = list[str](), num_chars
+    for part in template.generate(given):
+        left -= len(part)
+        if left < 0:
+            raise jinja2.TemplateError(f"they make more than {num_chars:,} characters")
         taken.append(part)
     return "".join(taken)
+
+
+def _leaves_out(messages: list[dict[str, object]], text: str, write: Callable[[], str]) -> bool:
+    """Whether the text lacks a message of the system or the developer. Found out by a mark in each, which stays there.
+
+    One at the beginning alone is looked for first. The words of others would show nothing: they may have been said elsewhere too.
+    """
+    places = [place for place, message in enumerate(messages) if message.get("role") in INSTRUCTS]
+    if not places or (places == [0] and str(messages[0].get("content")).strip() in text):
+        return False
+    mark = uuid.uuid4().hex
+    for place in places:
+        said, own = messages[place].get("content") or "", f"{mark}{place}."
+        messages[place]["content"] = [{"type": "text", "text": own}, *said] if isinstance(said, list) else f"{said}{own}"
+    return {int(place) for place in re.findall(rf"{mark}(\d+)\.", write())} != set(places)
 
 
 def _refused(asked: Rendering, known: frozenset[str]) -> Rendered | None:

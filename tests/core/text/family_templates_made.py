@@ -58,7 +58,13 @@ GPT_OSS = """{%- macro type_of(spec, required, is_nullable=false) -%}
 {%- endmacro -%}
 {%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}
 {{- "<|start|>system<|message|>Current date: " + strftime_now("%Y-%m") + "\\n\\nReasoning: " + reasoning_effort + "<|end|>" }}
-{%- if tools -%}{{- "<|start|>developer<|message|>" + namespace_of("functions", tools) + "<|end|>" }}{%- endif -%}
+{%- set instructions = messages[0].content if messages[0].role in ("developer", "system") else "" %}
+{%- if instructions or tools -%}
+    {{- "<|start|>developer<|message|>" }}
+    {%- if instructions %}{{- "# Instructions\\n\\n" + instructions + "\\n\\n" }}{% endif -%}
+    {%- if tools %}{{- namespace_of("functions", tools) }}{% endif -%}
+    {{- "<|end|>" }}
+{%- endif -%}
 {%- set last_tool_call = namespace(name=none) %}
 {%- for message in messages -%}
     {%- if message.role == 'assistant' -%}

@@ -105,6 +105,37 @@ def test_what_a_developer_says_is_the_system_s_where_the_template_knows_no_devel
         ours.close()
 
 
+USERS_ALONE = "{% for m in messages if m.role == 'user' %}{{ m.content }}|{% endfor %}"
+FIRST = "{{ messages[0].content | replace('/think', '') | tojson if messages[0].role == 'system' }}" + USERS_ALONE
+ONCE = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('too late') }}{% endif %}"
+ONCE += "{{ m.content }}|{% endfor %}"
+A_PART = "{% for m in messages %}{% if m.role == 'user' or loop.first %}{{ m.content[0]['text'] }}|{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "expected"),
+    [
+        (FIRST, ["s:a\n/think", "u:b"], '"a\\n"b|'),
+        (FIRST, ["s:a", "u:b", "s:b", "s:c", "u:d"], '"a\\n\\nb\\n\\nc"b|d|'),
+        (FIRST, ["u:b c", "d:c"], '"c"b c|'),
+        (ONCE, ["s:a", "u:b", "d:c", "u:d"], "a\n\nc|b|d|"),
+        (A_PART, ["s:a", "u:b", "d:c", "u:d"], "a\n\nc|b|d|"),
+    ],
+)
+def test_what_a_template_leaves_out_or_refuses_on_the_way_is_told_at_the_beginning(source, said, expected, ours):
+    roles = {"s": "system", "d": "developer", "u": "user"}
+    assert ours(source, [{"role": roles[each[0]], "content": each[2:]} for each in said]) == expected
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("messages", [["s", "u"], ["u", "s"], ["u", "s", "u", "s"]], ids="".join)
+def test_a_template_that_leaves_it_out_everywhere_is_told_of(role, messages, ours):
+    told = [{"role": "user" if each == "u" else role, "content": each} for each in messages]
+    with pytest.raises(RequestError, match="leaves out what the system or the developer says; let a user") as refused:
+        ours(USERS_ALONE, told)
+    assert refused.value.param == "messages"
+
+
 def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     save(byte_level(), tmp_path, chat_template="old")
     assert read_template(tmp_path) == "old"
@@ -126,8 +157,9 @@ def test_of_named_templates_tools_have_their_own_as_with_transformers(tmp_path, 
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "older"}))
     ours = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
-    want = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=list(tools) or None, tokenize=False)
-    assert ours.render(MESSAGES, tools=tools, add_generation_prompt=False) == want
+    asked = MESSAGES if not tools else MESSAGES[1:]  # this one writes tools alone
+    want = AutoTokenizer.from_pretrained(folder).apply_chat_template(asked, tools=list(tools) or None, tokenize=False)
+    assert ours.render(asked, tools=tools, add_generation_prompt=False) == want
     ours.close()
 
 
@@ -239,6 +271,6 @@ def test_after_a_hostile_conversation_the_next_is_rendered():
     loops = "{% if messages|length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     template = ChatTemplate(loops + "fine", variables={}, limits=limits)
     with pytest.raises(RequestError, match=r"1\.5 s"):
-        template.render(MESSAGES)
-    assert template.render(MESSAGES[:1]) == "fine"
+        template.render(MESSAGES[1:])
+    assert template.render(MESSAGES[1:2]) == "fine"
     template.close()

@@ -66,12 +66,28 @@ def test_a_conversation_renders_as_with_transformers(name, add_generation_prompt
     assert "And there?" in ours
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt-oss"])  # the one here writes no message of the system
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_developer_says_is_written_as_what_the_system_says(name, ours):
     said = ours(FAMILIES[name], TALK)
     assert ours(FAMILIES[name], [{**TALK[0], "role": "developer"}, *TALK[1:]]) == said
     both = [{"role": "system", "content": "Be"}, {"role": "developer", "content": "<brief>. /no_think"}, *TALK[1:]]
     assert ours(FAMILIES[name], both) == said.replace("Be <", "Be\n\n<")
+
+
+ASIDE = {"role": "system", "content": "Now in French."}
+AT_THE_BEGINNING = {"gemma", "gpt-oss", "granite", "longcat-thinking"}  # nowhere else
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_what_the_system_says_on_the_way_is_written(name, role, ours):
+    """gpt-oss' and LongCat-Thinking's leave it out, as others do; there it is told with what was said at the beginning."""
+    later = [*TALK[:3], {**ASIDE, "role": role}, TALK[3]]
+    written = ours(FAMILIES[name], later)
+    assert written.count("Now in French.") == 1
+    first = {**TALK[0], "content": f"{TALK[0]['content']}\n\nNow in French."}
+    assert (written == ours(FAMILIES[name], [first, *TALK[1:]])) == (name in AT_THE_BEGINNING)
+    assert ours(FAMILIES[name], [*TALK[1:3], {**ASIDE, "role": role}, TALK[3]]).count("Now in French.") == 1
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NO_CALLS])

@@ -52,8 +52,9 @@ ABOUT: Final = {
     ),
     "/v1/chat/completions": (
         "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`) "
-        "and, unless a call is forced, a chat template that writes them. Reasoning comes as "
-        "`reasoning_content` (`--reasoning-parser`). Arguments of a tool with `strict` true satisfy its schema, whether the model "
+        "and, unless a call is forced, a chat template that writes them (Phi 4-mini's does so within the system's "
+        "message). Reasoning comes as `reasoning_content` (`--reasoning-parser`). "
+        "Arguments of a tool with `strict` true satisfy its schema, whether the model "
         "must call or is free to. A schema or a parser with which that cannot be promised is refused. With `parallel_tool_calls` "
         "false the answer ends with the first call.\n\n"
         "With tools and a JSON schema (`response_format`, `guided_json`) in one request, the answer is calls without text around "

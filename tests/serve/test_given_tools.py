@@ -257,6 +257,42 @@ def test_a_template_that_takes_thoughts_or_content_with_calls_gets_both_as_thoug
     with_server(scenario, parsers=PARSERS, chat_template=str(file))
 
 
+PHI4_MINI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "日"}', {"a": "日"}])
+@pytest.mark.parametrize("role", ["system", "developer", None])
+def test_phi_4_mini_is_told_of_tools_within_the_message_of_the_system(role, arguments, with_server, tmp_path):
+    """As its card writes them. The template leaves calls out, so that they are written as the model writes them."""
+    file = tmp_path / "template.jinja"
+    file.write_text(PHI4_MINI)
+    tool = {"type": "function", "function": {"name": "add", "description": "日", "parameters": {"a": {"type": "str"}}}}
+    begun = [{"role": role, "content": "Be brief."}] if role else []
+    offered = '<|tool|>[{"name": "add", "description": "日", "parameters": {"a": {"type": "str"}}}]<|/tool|>'
+    made = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [*begun, HISTORY[0], HISTORY[1] | {"tool_calls": [made]}, HISTORY[2]]
+    call = '<|tool_call|>[{"name": "add", "arguments": {"a": "日"}}]<|/tool_call|>'
+    said = f"<|user|>1+1?<|end|><|assistant|>{call}<|end|><|tool|>2<|end|><|assistant|>"
+
+    async def scenario(live):
+        async def rendered(**asked):
+            ids = (await live.post("/tokenize", messages=messages, **asked)).json()["tokens"]
+            return (await live.post("/detokenize", tokens=ids)).json()["prompt"]
+
+        system = "Be brief." if role else ""
+        assert await rendered(tools=[tool]) == f"<|system|>{system}{offered}<|end|>{said}"
+        assert await rendered() == (f"<|system|>{system}<|end|>{said}" if role else said)
+        asked = {"messages": messages, "tools": [tool]}
+        assert (await live.post("/v1/chat/completions", **asked)).status_code == 200
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0].content }}{{ messages[0].tool_calls }}")

@@ -75,13 +75,16 @@ ABOUT: Final = {
         "`thinking`, `none` switches it off and any other level on. Where the template has neither, a level has no effect, and "
         "`none` is refused if the model reasons.\n\n"
         "With `continue_final_message` the assistant's last message goes on, and no new one begins. The answer is what comes after "
-        "it. `chat_template` replaces the model's, on servers that were started with `--trust-request-chat-template`."
+        "it. `prediction` changes nothing, as it is a hint for speed alone. `verbosity` is refused. `chat_template` replaces the "
+        "model's, on servers that were started with `--trust-request-chat-template`."
     ),
     "/v1/responses": (
         "OpenAI's later layout of the same. Nothing is stored: `store` is always false. To go on with a conversation, send its "
         "items as `input`. A tool is strict only if it says so. `effort` of `reasoning` is the "
         "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole.\n\n"
-        "`include` may ask for `reasoning.encrypted_content`, which is always null: reasoning is in its item's `content`, as text. "
+        "With `message.output_text.logprobs` in `include`, or `top_logprobs` above 0, texts have the log-probabilities of the "
+        "tokens that they are made of. `include` may ask for `reasoning.encrypted_content` too, which is always null: reasoning "
+        "is in its item's `content`, as text. "
         "Send that back with the other items. `encrypted_content` that is sent has no effect.\n\n"
         "Tools are functions. Others (`web_search`, `namespace`, `custom`, `mcp`) are refused; "
         "[the quickstart](quickstart.md#codex) has the settings with which Codex sends none of them."
@@ -109,7 +112,7 @@ ABOUT: Final = {
     "/detokenize": "The text of tokens, special ones written out.",
 }
 
-NO_EFFECT: Final = {*NoEffect.__struct_fields__, "truncation", "background", "client_metadata", "access_programs"}
+NO_EFFECT: Final = {*NoEffect.__struct_fields__, "prediction", "truncation", "background", "client_metadata", "access_programs"}
 ANTHROPIC_NO_EFFECT: Final = {"metadata", "service_tier", "cache_control", "speed"}
 SAMPLING: Final = {
     *("ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output"),

@@ -48,6 +48,60 @@ def test_instructions_and_what_a_developer_says_first_are_one_message(with_serve
     with_server(scenario)
 
 
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_texts_have_the_log_probabilities_of_their_tokens(with_server):
+    async def scenario(live):
+        reply = (await live.post("/v1/responses", input=ASKED, tools=[ADD], **WITH_LOGPROBS)).json()
+        response = checked(reply)
+        parts = [item.content[0] for item in response.output if item.type == "message"]
+        assert [bytes(byte for each in part.logprobs for byte in each.bytes).decode() for part in parts] == [
+            part.text for part in parts
+        ]
+        tools = [{"type": "function", "function": {name: ADD[name] for name in ("name", "parameters")}}]
+        asked = {"messages": [{"role": "user", "content": ASKED}], "tools": tools, "logprobs": True, "top_logprobs": 2}
+        chat = (await live.post("/v1/chat/completions", **asked)).json()["choices"][0]["logprobs"]["content"]
+        assert all(each in chat for item in reply["output"] if item["type"] == "message" for each in item["content"][0]["logprobs"])
+        assert {len(each.top_logprobs) for part in parts for each in part.logprobs} == {2}
+        assert response.top_logprobs == 2
+
+    with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_top"),
+    [({"include": WITH_LOGPROBS["include"]}, 0), ({"top_logprobs": 1}, 1), ({"top_logprobs": 0}, None), ({}, None)],
+)
+def test_log_probabilities_are_asked_for_by_either_field(given, num_top, shared_server):
+    reply = shared_server("/v1/responses", {"input": "x 日", **given}).json()
+    logprobs = reply["output"][0]["content"][0]["logprobs"]
+    assert {len(each["top_logprobs"]) for each in logprobs} == (set() if num_top is None else {num_top})
+
+
+def test_a_stream_has_the_log_probabilities_of_each_piece(with_server):
+    async def scenario(live):
+        asked = {"input": ASKED, "tools": [ADD], **WITH_LOGPROBS}
+        client = openai.AsyncOpenAI(base_url=f"{live.http.base_url}/v1", api_key="x", http_client=live.http)
+        async with client.responses.stream(model="fake", **asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        told = [event for event in events if event.type == "response.output_text.delta"]
+        assert [event.delta for event in told if event.delta.isascii()] == [
+            "".join(each.token for each in event.logprobs) for event in told if event.delta.isascii()
+        ]
+        done = [event for event in events if event.type == "response.output_text.done"]
+        for end in done:
+            pieces = [each.model_dump() for event in told if event.item_id == end.item_id for each in event.logprobs]
+            assert pieces == [each.model_dump() for each in end.logprobs]
+        whole = checked((await live.post("/v1/responses", **asked)).json())
+        assert [item.content[0].logprobs for item in final.output if item.type == "message"] == [
+            item.content[0].logprobs for item in whole.output if item.type == "message"
+        ]
+
+    with_server(scenario, parsers=PARSERS)
+
+
 def test_reasoning_text_and_calls_are_items(with_server):
     async def scenario(live):
         response = checked((await live.post("/v1/responses", input=ASKED, tools=[ADD])).json())
@@ -205,7 +259,8 @@ def test_a_format_becomes_a_grammar(with_server):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.input_image.image_url"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"reasoning": {"effort": "some"}}, "reasoning"),
         ({"reasoning": {"budget": 1}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from enginery.contracts.parsers import ArgumentsText, ContentText, ParserEvent, ReasoningText, ToolCallBegun
+from enginery.serve.schemas.replies import ChatLogprob
 
 
 class BlockKind(StrEnum):
@@ -27,13 +28,14 @@ class Change(StrEnum):
 
 @dataclass(kw_only=True)
 class Block:
-    """One block as it grows. text: what there is so far; for a call, its arguments. call_id, name: only of a call."""
+    """One block as it grows. text, logprobs: so far; the text of a call is its arguments. call_id, name: only of a call."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
     text: str = ""
+    logprobs: list[ChatLogprob] = field(default_factory=list)
 
 
 class Blocks:

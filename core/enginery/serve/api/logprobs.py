@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -64,12 +66,17 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
     def spelt(token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=list(tokenizer.token_bytes(token_id)))
 
-    content = []
-    for found in logprobs:
-        top = [spelt(token_id, logprob) for token_id, logprob in found.top]
-        own = spelt(found.token_id, found.logprob)
-        content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
-    return ChatLogprobs(content)
+    spelled = [(spelt(found.token_id, found.logprob), [spelt(*each) for each in found.top]) for found in logprobs]
+    return ChatLogprobs([ChatLogprob(**msgspec.structs.asdict(own), top_logprobs=top) for own, top in spelled])
+
+
+def logprobs_of(text: str, left: list[TokenLogprob], tokenizer: Tokenizer) -> list[ChatLogprob]:
+    """Those of the tokens that the text is in, taken out of `left` with all before them, which mark reasoning and calls."""
+    each, wanted = [tokenizer.token_bytes(found.token_id) for found in left], text.encode(errors="replace")
+    begin, ends = max(0, b"".join(each).find(wanted)), list(accumulate(map(len, each)))
+    first, behind = bisect_right(ends, begin), bisect_left(ends, begin + len(wanted)) + 1
+    taken, left[:behind] = left[first:behind], []
+    return chat_logprobs(tokenizer, taken).content
 
 
 def by_token_id(

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.contracts.parsers import ParserEvent
+from enginery.contracts.request import TokenLogprob
 from enginery.serve.api.answer_blocks import Block, BlockKind, Blocks, Change
-from enginery.serve.api.choices import ChoiceDelta, collect, stream_events
+from enginery.serve.api.choices import ChoiceDelta, stream_events
 from enginery.serve.api.conversation import Conversation, naming_fields, open_conversation, prompt_of
+from enginery.serve.api.logprobs import logprobs_of
 from enginery.serve.api.service import Service, json_answer, read_request
 from enginery.serve.http.event_stream import EventStream, named_event, unless_disconnected
 from enginery.serve.http.faults import Fault
 from enginery.serve.schemas.replies import Usage
 from enginery.serve.schemas.responses import NAMES, InputTokensRequest, ResponsesRequest
+from enginery.text.tokenizer import Tokenizer
 
 _PREFIXES: Final = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 _DELTAS: Final = {
@@ -32,12 +35,10 @@ async def respond(service: Service, http: Request) -> Response:
     asked = await read_request(http, ResponsesRequest)
     with naming_fields(NAMES):
         opened = await open_conversation(service, asked.as_chat(), "resp")
-        layout = _Layout(asked, opened)
+        layout = _Layout(asked, opened, service.model().text.tokenizer)
         if asked.stream:
             return await EventStream.start(http, stream_events(opened.deltas, layout))
-        choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
-    layout.take(choices[0].events)
-    return json_answer(layout.response(_status(choices[0].finish_reason), usage=usage))
+        return json_answer(await unless_disconnected(http.receive, layout.whole(opened.deltas)))
 
 
 async def count_input_tokens(service: Service, http: Request) -> Response:
@@ -48,19 +49,16 @@ async def count_input_tokens(service: Service, http: Request) -> Response:
     return json_answer({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
-def _status(finish_reason: str | None) -> str:
-    return "incomplete" if finish_reason == "length" else "completed"
-
-
 class _Layout:
     """Writes an answer as one response, or as its events."""
 
-    def __init__(self, asked: ResponsesRequest, opened: Conversation) -> None:
+    def __init__(self, asked: ResponsesRequest, opened: Conversation, tokenizer: Tokenizer) -> None:
         self._asked = asked
         self._heading = opened.heading
         self._params = opened.jobs[0].request.params
         self.tally = opened.tally
         self._blocks = Blocks()
+        self._tokenizer, self._logprobs = tokenizer, list[TokenLogprob]()
         self._status = "completed"
         self._ids: dict[int, str] = {}
         self._num_events = 0
@@ -77,7 +75,8 @@ class _Layout:
 
     def feed(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events that tell what a delta adds to the items."""
-        self._status = _status(delta.finish_reason)
+        self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+        self._logprobs += delta.logprobs
         for change, block, text in self._blocks.feed(delta.events):
             yield from self._told(change, block, text)
 
@@ -89,15 +88,16 @@ class _Layout:
         """The events at the end: of the last item, and of the whole response."""
         for change, block, text in self._blocks.finish():
             yield from self._told(change, block, text, status=self._status)
-        whole = self.response(self._status, usage=self.tally.usage())
-        yield self.event(f"response.{self._status}", response=whole)
+        yield self.event(f"response.{self._status}", response=self.response(self._status, usage=self.tally.usage()))
 
-    def take(self, events: Sequence[ParserEvent]) -> None:
-        """Take in a whole answer, which is not streamed."""
-        for changes in (self._blocks.feed(events), self._blocks.finish()):
-            for change, block, text in changes:
-                for _ in self._told(change, block, text):
-                    pass
+    async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, object]:
+        """The response that is not streamed, when it has ended."""
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                self.tally.add(delta)
+                list(self.feed(delta))
+        list(self.end())
+        return self.response(self._status, usage=self.tally.usage())
 
     def response(self, status: str, *, usage: Usage | None = None, error: Fault | None = None) -> dict[str, object]:
         """The response object, with the items that are done."""
@@ -116,6 +116,7 @@ class _Layout:
             "max_output_tokens": asked.max_output_tokens,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
+            "top_logprobs": asked.top_logprobs or 0,
             "reasoning": asked.reasoning,
             "text": asked.text or {"format": {"type": "text"}},
             "tools": asked.tools or [],
@@ -135,13 +136,15 @@ class _Layout:
         at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             at["content_index"] = 0
-        words: dict[str, object] = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        logprobs = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD else block.logprobs
+        words: dict[str, object] = {"logprobs": logprobs} if block.kind is BlockKind.TEXT else {}
         match change:
             case Change.OPEN:
                 yield self.event("response.output_item.added", output_index=block.index, item=self._item(block, "in_progress"))
                 if block.kind is not BlockKind.CALL:
                     yield self.event("response.content_part.added", **at, part=_part(block))
             case Change.ADD:
+                block.logprobs += logprobs
                 yield self.event(f"{kind}.delta", **at, delta=text, **words)
             case Change.CLOSE:
                 whole = {"arguments": block.text, "name": block.name} if block.kind is BlockKind.CALL else {"text": block.text}
@@ -165,7 +168,7 @@ class _Layout:
 def _part(block: Block) -> dict[str, object]:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
 
 
 def _block_status(block: Block, done: list[Block], status: str) -> str:

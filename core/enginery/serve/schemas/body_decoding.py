@@ -174,7 +174,8 @@ def _with_choices(message: str, kind: type[msgspec.Struct]) -> str:
         types = [inner for outer in types for inner in _inside(outer, step)]
     choices = dict.fromkeys(repr(value) for outer in types for value in _values(outer))
     told = f"{found[2]} is {found[1]}, but must be {' or '.join(choices)}".replace(" True", " true").replace(" False", " false")
-    return told if choices else message
+    why = f"; {UNSUPPORTED[found[2]]}" if found[2] in UNSUPPORTED else ""
+    return told + why if choices else message
 
 
 def _inside(outer: msgspec.inspect.Type, step: str) -> list[msgspec.inspect.Type]:

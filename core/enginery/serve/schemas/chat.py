@@ -146,6 +146,13 @@ Choice = Literal["auto", "none", "required"] | ToolChoice | AllowedTools
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the client expects of the answer. Without effect: guesses are the drafter's."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Body of /v1/chat/completions. chat_template: refused unless the operator trusts those of requests."""
 
@@ -157,6 +164,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
+    prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

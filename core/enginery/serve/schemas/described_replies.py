@@ -248,6 +248,7 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     temperature: float
+    top_logprobs: int
     top_p: float
     reasoning: JsonObject | None
     text: JsonObject

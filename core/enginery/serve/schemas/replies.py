@@ -75,12 +75,9 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class ChatLogprob(TopLogprob, frozen=True, kw_only=True):
     """One token of a chat completion."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

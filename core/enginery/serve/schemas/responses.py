@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from enginery.contracts.request import MAX_STOP_STRINGS
+from enginery.contracts.request import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
 from enginery.serve.schemas import chat
 from enginery.serve.schemas.completions import MAX_MESSAGES, Id, Int, NamedSchema, NoEffect, ResponseFormat, StopString
@@ -66,14 +66,10 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
 
 
-class ResponsesTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ResponsesTool(chat.Function, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the model may call."""
 
     type: Literal["function"]
-    name: chat.FunctionName
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-    strict: bool | None = None
 
 
 class ResponsesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
@@ -120,7 +116,8 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
     truncation: Literal["disabled"] | None = None
@@ -143,11 +140,13 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
         messages += _messages([InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
         return chat.ChatRequest(
             messages=messages,
-            tools=[_tool(tool) for tool in self.tools or ()],
+            tools=[chat.FunctionTool(type="function", function=tool) for tool in self.tools or ()],
             tool_choice=_choice(self.tool_choice),
             response_format=_response_format(self.text.format) if self.text and self.text.format else None,
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            logprobs=bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
+            top_logprobs=self.top_logprobs,
             **{name: getattr(self, name) for name in _SAME},
         )
 
@@ -169,11 +168,6 @@ class InputTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def as_chat(self) -> chat.ChatRequest:
         """The conversation that /v1/responses would make of the same fields. Raises `RequestError`."""
         return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__}).as_chat()
-
-
-def _tool(tool: ResponsesTool) -> chat.FunctionTool:
-    function = chat.Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return chat.FunctionTool(type="function", function=function)
 
 
 def _choice(asked: _Choice | None) -> chat.Choice | None:

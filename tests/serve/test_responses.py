@@ -244,6 +244,11 @@ def test_a_format_becomes_a_grammar(with_server):
     with_server(scenario)
 
 
+def test_what_a_field_within_another_is_refused_for_is_told(shared_server):
+    refused = shared_server("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}).json()["error"]
+    assert (refused["param"], "how much the model writes cannot be set; say it" in refused["message"]) == ("text", True)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

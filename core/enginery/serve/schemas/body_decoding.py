@@ -36,6 +36,7 @@ _PARTS: Final[_Parts] = {  # what has fields below a field, by names; schemas, a
 _ONLY_DIGITS: Final = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
 _TEXT: Final = re.compile(rb'"[^"]*+"?')
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `((?!.*` - at `\$).*)`", re.DOTALL)  # of the body itself
+_UNKNOWN_WITHIN: Final = re.compile(r"^Object contains unknown field `(\w+)` - at ")
 _JSON_NAMES: Final = {"array": "an array", "str": "a string", "bool": "a boolean", "null": "null"}
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -155,7 +156,8 @@ def _refusal(message: str, kind: type[msgspec.Struct]) -> RequestError:
         return RequestError(f"{name!r} is not accepted: {why}", param=name)
     if other := re.fullmatch(r"Expected `object`, got `(\w+)`", message):
         return RequestError(f"the body must be a JSON object, and is {_JSON_NAMES.get(other[1], 'a number')}")
-    return RequestError(_with_choices(message, kind), param=_param(message))
+    why = "".join(f"; {UNSUPPORTED[name]}" for name in _UNKNOWN_WITHIN.findall(message) if name in UNSUPPORTED)
+    return RequestError(_with_choices(message, kind) + why, param=_param(message))
 
 
 def _shortened(message: str) -> str:

@@ -122,7 +122,7 @@ class ChatTemplate:
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables=self._checked(variables or {}),
+            variables=self._checked(variables),
             switches=dict(switches or {}),
             needs_switch=needs_switch,
             template=template,
@@ -155,8 +155,9 @@ class ChatTemplate:
         finally:
             self._turn.release()
 
-    def _checked(self, variables: Mapping[str, object]) -> dict[str, object]:
+    def _checked(self, given: Mapping[str, object] | None) -> dict[str, object]:
         """The caller's variables. Raises `RequestError` for names that are taken or that no template can use."""
+        variables = dict(given or {})
         if len(variables) > _MAX_VARIABLES:
             message = f"chat_template_kwargs has {len(variables):,} variables, at most {_MAX_VARIABLES} are accepted"
             raise RequestError(message, param="chat_template_kwargs")
@@ -166,7 +167,7 @@ class ChatTemplate:
                 why = "is not the caller's to set; what it stands for has a field of its own, or is the model's"
             if why:
                 raise RequestError(f"chat_template_kwargs: {name[:_MAX_NAME]!r} {why}", param="chat_template_kwargs")
-        return dict(variables)
+        return variables
 
     def _rendered(self, rendering: Rendering) -> Rendered:
         """Render, once more with a new process if the old one is stuck or was killed by somebody else."""

@@ -17,7 +17,7 @@ from enginery.text.template import ChatTemplate, TemplateStuck, writes_tools
 
 _Message = dict[str, Any]
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
-TAKES_TOOLS_WITHIN: Final = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")  # a message, as Phi 4-mini's template
+_TAKES_TOOLS_WITHIN: Final = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")  # a message, as Phi 4-mini's template
 _json: Final = partial(json.dumps, ensure_ascii=False)
 _LATE_S: Final = 2.0
 _PROBE_S: Final = 2.0
@@ -55,7 +55,7 @@ def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool], source: str)
     Llama 3's that messages have one call. source: of the template; Phi 4-mini's takes tools within the system's message.
     """
     offered, given = [tool.for_template() for tool in tools], [message.for_template() for message in asked.messages]
-    if TAKES_TOOLS_WITHIN.search(source) and not writes_tools(source):
+    if not writes_tools(source) and tells_tools(source):
         given = _with_tools_within(list(map(_with_calls_within, given)), offered)
     yield offered, given
     full, whole = [each | {"content": each["content"] or ""} for each in given], [tool.for_template(whole=True) for tool in tools]
@@ -64,6 +64,11 @@ def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool], source: str)
         if way not in told:
             told.append(way)
             yield way
+
+
+def tells_tools(source: str | None) -> bool:
+    """Whether a template writes tools, or takes them within a message."""
+    return writes_tools(source) or _TAKES_TOOLS_WITHIN.search(source or "") is not None
 
 
 def _with_tools_within(messages: list[_Message], tools: Sequence[_Message]) -> list[_Message]:

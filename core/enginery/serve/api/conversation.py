@@ -11,13 +11,12 @@ from enginery.contracts.parsers import ParserSpec, Tool
 from enginery.errors import RequestError
 from enginery.plugin.near import known_names
 from enginery.serve.api.answer_parsers import AnswerFormat
-from enginery.serve.api.chat_templates import TAKES_TOOLS_WITHIN
+from enginery.serve.api.chat_templates import tells_tools
 from enginery.serve.api.choices import ChoiceDelta, Tally, choice_deltas
 from enginery.serve.api.served_model import Job, Prompt, ServedModel
 from enginery.serve.api.service import Heading, Service
 from enginery.serve.schemas.chat import NO_PARAMETERS, AllowedTools, ChatMessage, ChatRequest, Choice, FunctionTool, ToolChoice
 from enginery.serve.schemas.structured_outputs import FieldGrammar, asked_grammar
-from enginery.text.template import writes_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +98,7 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
         known = known_names(model.parsers.tool_names)
         advice = f"start the server with --tool-parser NAME, or send tool_choice none; there are {known}"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
-    source = asked.chat_template or model.text.template.source
-    if _is_free(asked) and not (writes_tools(source) or TAKES_TOOLS_WITHIN.search(source or "")):
+    if _is_free(asked) and not tells_tools(asked.chat_template or model.text.template.source):
         why = "the chat template does not write tools, so the model would not know of them"
         advice = "force a call with tool_choice, or start the server with a --chat-template that does"
         raise RequestError(f"{why}; {advice}", param="tools")

@@ -131,9 +131,8 @@ class _Layout:
 
     def _told(self, change: Change, block: Block, text: str, *, status: str = "completed") -> Iterator[bytes]:
         kind = _DELTAS[block.kind]
-        if change is Change.OPEN:
-            self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
-        at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": block.index}
+        item_id = self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+        at: dict[str, object] = {"item_id": item_id, "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             at["content_index"] = 0
         logprobs = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD else block.logprobs

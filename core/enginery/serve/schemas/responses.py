@@ -142,7 +142,7 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
             messages=messages,
             tools=[chat.FunctionTool(type="function", function=tool) for tool in self.tools or ()],
             tool_choice=_choice(self.tool_choice),
-            response_format=_response_format(self.text.format) if self.text and self.text.format else None,
+            response_format=_response_format(self.text),
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             logprobs=bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
@@ -177,7 +177,9 @@ def _choice(asked: _Choice | None) -> chat.Choice | None:
     return chat.ToolChoice(chat.ChosenFunction(asked.name)) if isinstance(asked, ResponsesToolChoice) else asked
 
 
-def _response_format(asked: TextFormat) -> ResponseFormat:
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None or (asked := text.format) is None:
+        return None
     if asked.type != "json_schema":
         return ResponseFormat(type=asked.type)
     if asked.schema is None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from enginery.errors import RequestError
 from enginery.serve.schemas.chat import ChatRequest, Effort, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck, writes_tools
+from enginery.text.template_process import INSTRUCTS
 
 _Message = dict[str, Any]
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
@@ -72,7 +73,7 @@ def tells_tools(source: str | None) -> bool:
 
 
 def _with_tools_within(messages: list[_Message], tools: Sequence[_Message]) -> list[_Message]:
-    begins = messages[0]["role"] in ("system", "developer")
+    begins = messages[0]["role"] in INSTRUCTS
     offered = _json([tool["function"] for tool in tools])
     first = {"role": "system", "content": "", **(messages[0] if begins else {}), "tools": offered}
     return [first, *messages[begins:]] if tools else messages

@@ -18,11 +18,12 @@ from enginery.serve.api.logprobs import logprobs_of
 from enginery.serve.api.service import Service, json_answer, read_request
 from enginery.serve.http.event_stream import EventStream, named_event, unless_disconnected
 from enginery.serve.http.faults import Fault
-from enginery.serve.schemas.replies import Usage
+from enginery.serve.schemas.replies import ChatLogprob, Usage
 from enginery.serve.schemas.responses import NAMES, InputTokensRequest, ResponsesRequest
 from enginery.text.tokenizer import Tokenizer
 
 _PREFIXES: Final = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+_Logprobs = list[ChatLogprob]
 _DELTAS: Final = {
     BlockKind.TEXT: "response.output_text",
     BlockKind.REASONING: "response.reasoning_text",
@@ -53,15 +54,11 @@ class _Layout:
     """Writes an answer as one response, or as its events."""
 
     def __init__(self, asked: ResponsesRequest, opened: Conversation, tokenizer: Tokenizer) -> None:
-        self._asked = asked
-        self._heading = opened.heading
-        self._params = opened.jobs[0].request.params
-        self.tally = opened.tally
-        self._blocks = Blocks()
-        self._tokenizer, self._logprobs = tokenizer, list[TokenLogprob]()
-        self._status = "completed"
+        self._asked, self._heading, self.tally = asked, opened.heading, opened.tally
+        self._params, self._tokenizer = opened.jobs[0].request.params, tokenizer
+        self._blocks, self._logprobs = Blocks(), list[TokenLogprob]()
         self._ids: dict[int, str] = {}
-        self._num_events = 0
+        self._status, self._num_events = "completed", 0
 
     def event(self, kind: str, **content: object) -> bytes:
         """One event with its type and its number."""
@@ -75,10 +72,8 @@ class _Layout:
 
     def feed(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events that tell what a delta adds to the items."""
-        self._status = "incomplete" if delta.finish_reason == "length" else "completed"
-        self._logprobs += delta.logprobs
-        for change, block, text in self._blocks.feed(delta.events):
-            yield from self._told(change, block, text)
+        for taken in self._taken(delta):
+            yield from self._told(*taken)
 
     def fail(self, fault: Fault) -> Iterator[bytes]:
         """The last event of a response that failed, as far as it came."""
@@ -87,7 +82,7 @@ class _Layout:
     def end(self) -> Iterator[bytes]:
         """The events at the end: of the last item, and of the whole response."""
         for change, block, text in self._blocks.finish():
-            yield from self._told(change, block, text, status=self._status)
+            yield from self._told(change, block, text, [], status=self._status)
         yield self.event(f"response.{self._status}", response=self.response(self._status, usage=self.tally.usage()))
 
     async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, object]:
@@ -95,9 +90,20 @@ class _Layout:
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 self.tally.add(delta)
-                list(self.feed(delta))
-        list(self.end())
+                list(self._taken(delta))
+        list(self._blocks.finish())
         return self.response(self._status, usage=self.tally.usage())
+
+    def _taken(self, delta: ChoiceDelta) -> Iterator[tuple[Change, Block, str, _Logprobs]]:
+        """What it adds to the items, and the log-probabilities of each text."""
+        self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+        self._logprobs += delta.logprobs
+        for change, block, text in self._blocks.feed(delta.events):
+            if change is Change.OPEN:
+                self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
+            added = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD and self._logprobs else []
+            block.logprobs += added
+            yield change, block, text, added
 
     def response(self, status: str, *, usage: Usage | None = None, error: Fault | None = None) -> dict[str, object]:
         """The response object, with the items that are done."""
@@ -129,13 +135,12 @@ class _Layout:
             "previous_response_id": None,
         }
 
-    def _told(self, change: Change, block: Block, text: str, *, status: str = "completed") -> Iterator[bytes]:
+    def _told(self, change: Change, block: Block, text: str, added: _Logprobs, *, status: str = "completed") -> Iterator[bytes]:
         kind = _DELTAS[block.kind]
-        item_id = self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
-        at: dict[str, object] = {"item_id": item_id, "output_index": block.index}
+        at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             at["content_index"] = 0
-        logprobs = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD else block.logprobs
+        logprobs = added if change is Change.ADD else block.logprobs
         words: dict[str, object] = {"logprobs": logprobs} if block.kind is BlockKind.TEXT else {}
         match change:
             case Change.OPEN:
@@ -143,7 +148,6 @@ class _Layout:
                 if block.kind is not BlockKind.CALL:
                     yield self.event("response.content_part.added", **at, part=_part(block))
             case Change.ADD:
-                block.logprobs += logprobs
                 yield self.event(f"{kind}.delta", **at, delta=text, **words)
             case Change.CLOSE:
                 whole = {"arguments": block.text, "name": block.name} if block.kind is BlockKind.CALL else {"text": block.text}

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
+from engine.small_pair import small_model
 from engine.test_device_drafts import MOST_ROWS, captured, requests_of, unread  # noqa: F401
 from engine.test_speculation import Told, answers_of
 from integrity import check_scheduler
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
+from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest
 from enginery.contracts.step import Item, StepInput, StepOutput
 from enginery.engine.engine import Engine
@@ -46,6 +48,10 @@ def overlapping(engine: Engine) -> Engine:
     return engine
 
 
+def built(asked: EngineOptions, registry: Registry, how: str) -> Engine:
+    return overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
+
+
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
     """Greedy and drawn; some end at a stop token, others at their limits, of which one is the context's."""
@@ -57,7 +63,7 @@ def requests() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def plainly(registry: Registry, requests: list[GenerationRequest]) -> dict[str, Told]:
-    return answers_of(Engine.build(embedded(), registry), requests)
+    return answers_of(Engine.build(small_model(), registry), requests)
 
 
 @pytest.mark.parametrize("how", ["eager", "captured"])
@@ -69,7 +75,9 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     *,
     how: str,
 ) -> None:
-    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    engine = overlapping(
+        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
+    )
     assert_told(answers_of(engine, requests), plainly)
     assert len(settled) > 0.6 * engine.meter.num_steps
     assert engine.meter.stats().drafts.accepted > 0
@@ -149,7 +157,7 @@ def test_where_the_device_finds_where_one_begins_more_are_told_first(
 ) -> None:
     """As one backend verifies one request, and another, which plans by lengths, verifies more."""
     requests = [asking("first", prompt_of(SAID[1]), max_tokens=60), asking("second", prompt_of(SAID[2]), max_tokens=24)]
-    engine, sizes = overlapping(captured(embedded(**ASKED), registry, found_starts=1)[0]), list[int]()
+    engine, sizes = overlapping(captured(small_model(**ASKED), registry, found_starts=1)[0]), list[int]()
     found, launch = untold(engine), engine._runner.launch
 
     def noting(step: StepInput) -> Launched:
@@ -157,7 +165,7 @@ def test_where_the_device_finds_where_one_begins_more_are_told_first(
         return launch(step)
 
     engine._runner.launch = noting  # type: ignore[method-assign]
-    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(small_model(), registry), requests))
     early = {size: [ahead for ahead, each in zip(found, sizes, strict=True) if each == size] for size in (1, 2)}
     assert len(early[2]) > 3
     assert not any(early[2])
@@ -185,9 +193,9 @@ def test_what_is_drawn_or_reported_is_launched_before_too(
     """With the numbers of positions that the device finds; some beside it take their best tokens."""
     requests = [asking(f"{at}", prompt_of(said), max_tokens=30 - 4 * at, **asked) for at, said in enumerate(SAID)]
     requests.append(asking("best", prompt_of(SAID[0]), max_tokens=20))
-    engine = overlapping(captured(embedded(**ASKED), registry)[0])
+    engine = overlapping(captured(small_model(**ASKED), registry)[0])
     found = untold(engine)
-    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(small_model(), registry), requests))
     assert sum(found) > 0.6 * len(found)
     assert engine.meter.stats().drafts.accepted > 0
 
@@ -199,9 +207,9 @@ def test_what_needs_the_host_between_waits_for_it(
     """What a request has said changes its logits."""
     for asked in ({"presence_penalty": 0.4}, {"min_tokens": 8}, {"logit_bias": {5: 1.0}}):
         request = asking("it", prompt_of(SAID[1]), max_tokens=12, **asked)
-        engine = overlapping(captured(embedded(**ASKED), registry)[0])
+        engine = overlapping(captured(small_model(**ASKED), registry)[0])
         found = untold(engine)
-        assert_told(answers_of(engine, [request]), answers_of(Engine.build(embedded(), registry), [request]))
+        assert_told(answers_of(engine, [request]), answers_of(Engine.build(small_model(), registry), [request]))
         assert found
         assert not any(found)
 
@@ -236,9 +244,9 @@ def test_what_is_not_known_before_is_told_first(
         asking("penalised", prompt_of(SAID[0]), repetition_penalty=1.3, max_tokens=12),
         asking("least", prompt_of(SAID[1]), min_tokens=6, max_tokens=12),
     ]
-    expected = answers_of(Engine.build(embedded(), registry), requests)
+    expected = answers_of(Engine.build(small_model(), registry), requests)
     for request in requests:
-        engine = overlapping(Engine.build(embedded(**ASKED), registry))
+        engine = overlapping(Engine.build(small_model(**ASKED), registry))
         assert_told(answers_of(engine, [request]), {request.request_id: expected[request.request_id]})
     assert not settled
 
@@ -256,9 +264,9 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
 ) -> None:
     """Few pages, requests that come later, aborts; those that are not aborted are told what they would be alone."""
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
-    draw, asked = random.Random(seed), dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4)
+    draw, asked = random.Random(seed), dataclasses.replace(small_model(**ASKED), num_pages=24, max_batch_requests=4)
     asked = dataclasses.replace(asked, page_size=asked.page_size if seed % 2 else 4)
-    engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
+    engine = built(asked, registry, how)
     waiting, aborted = draw.sample(requests, len(requests)), set[str]()
     told = {request.request_id: Told() for request in requests}
     while waiting or engine.has_work:
@@ -292,7 +300,9 @@ def test_where_all_end_with_a_step_none_follows_and_nothing_is_kept(
     settled: list[StepInput], registry: Registry, *, how: str
 ) -> None:
     """What was scheduled behind it is in no step that runs."""
-    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    engine = overlapping(
+        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
+    )
     for place in range(3):
         answers_of(engine, [asking(f"{place}", prompt_of(SAID[place]), max_tokens=9 + place)])
         assert_whole(engine)
@@ -307,9 +317,9 @@ def test_where_pages_run_out_nothing_is_scheduled_ahead(
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     both = [asking(f"{place}", prompt_of(SAID[place]), max_tokens=26) for place in (1, 3)]
     num_pages = 4 + sum(len(each.prompt_token_ids) // 4 for each in both)
-    asked = dataclasses.replace(embedded(**ASKED), num_pages=num_pages, page_size=4)
-    engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
-    assert_told(answers_of(engine, both), answers_of(Engine.build(embedded(), registry), both))
+    asked = dataclasses.replace(small_model(**ASKED), num_pages=num_pages, page_size=4)
+    engine = built(asked, registry, how)
+    assert_told(answers_of(engine, both), answers_of(Engine.build(small_model(), registry), both))
     assert settled
     assert engine.meter.stats().num_preempted > 0
     assert_whole(engine)
@@ -318,11 +328,13 @@ def test_where_pages_run_out_nothing_is_scheduled_ahead(
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_who_comes_later_waits_for_no_answer(settled: list[StepInput], registry: Registry, *, how: str) -> None:
     """Steps are scheduled ahead of those that run alone."""
-    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    engine = overlapping(
+        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
+    )
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=100))
     while not settled:
         engine.step()
-    engine.submit(asking("second", prompt_of(SAID[0]), max_tokens=8))
+    engine.submit(asking("second", prompt_of(SAID[0]), max_tokens=20))
     told = [output.request_id for _ in range(4) for output in engine.step()]
     assert "second" in told
     assert engine._scheduler.num_running == 2
@@ -339,7 +351,9 @@ class Lost:
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry, *, fails: str, how: str) -> None:
     """Of the one that is scheduled ahead, and of the one that is waited for."""
-    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    engine = overlapping(
+        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
+    )
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=40))
     while not settled:
         engine.step()
@@ -355,4 +369,4 @@ def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Regist
     check_scheduler(engine._scheduler)
     assert not engine._scheduler.in_flight
     again = asking("again", prompt_of(SAID[1]), max_tokens=8)
-    assert_told(answers_of(engine, [again]), answers_of(Engine.build(embedded(), registry), [again]))
+    assert_told(answers_of(engine, [again]), answers_of(Engine.build(small_model(), registry), [again]))

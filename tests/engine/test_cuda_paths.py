@@ -21,12 +21,13 @@ from cuda_on_host import Device
 from cuda_simulated import simulated
 from engine import model_heads
 from engine.captured_backends import EXPERTS, captured
-from engine.draft_models import SAID, branching, embedded, prompt_of
+from engine.draft_models import SAID, branching, prompt_of
 from engine.heads_made import Eagle3
 from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of
 from engine.rank_models import RECURRENT
 from engine.rank_pair import Told, request, serve
 from engine.rank_threads import on_threads
+from engine.small_pair import small_model
 from engine.test_combs import shuffled
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
@@ -249,21 +250,22 @@ def test_a_draft_model_changes_no_token(
 ) -> None:
     """Requests that draw their tokens, and one that is not drafted for, are alone and among others."""
     sizes = {"max_model_len": 128, "max_batch_requests": 12, "max_batch_tokens": 64, "num_pages": 120, "overlap": None}
-    asked, prompts = embedded(attention_backend="torch", dtype="float32", **sizes), [prompt_of(said) for said in SAID[:5]]
+    prompts = [prompt_of(said) for said in SAID[:5]]
     if drafter == "eagle3":
-        head = {"draft_model": str(Eagle3(own=97).write(tmp_path))}
+        head = {"drafter": drafter, "draft_model": str(Eagle3(own=97).write(tmp_path))}
         asked = model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
         prompts = [tuple(prompt[:30]) for prompt in llama_of_six.prompts[1:6]]
+    else:
+        asked = small_model(attention_backend="torch", drafter=drafter, **sizes)
     ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
     requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]
-    expected = serve(Engine.build(dataclasses.replace(asked, draft_model=None), registry), requests)
-    with on_cuda(dataclasses.replace(asked, drafter=drafter, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):
+    expected = serve(Engine.build(dataclasses.replace(asked, drafter="off", draft_model=None), registry), requests)
+    with on_cuda(dataclasses.replace(asked, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):
         replayed, waits = replayed_by(engine), [device.waits for device in devices]
         for batch in (requests[:2], requests, requests[2:3]):
             assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
         drafts, graphs = engine.meter.stats().drafts, engine._runner._draft_graphs
-        assert drafts.accepted > 0
-        assert (drafts.accepted < drafts.drafted) == (drafter != "standalone")
+        assert 0 < drafts.accepted < drafts.drafted
         assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
         assert beside_prompts(replayed)
         assert graphs is not None
@@ -291,7 +293,7 @@ def test_guesses_that_branch_are_verified_beside_prompts(registry: Registry, mon
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_acceptance_is_forced_behind_graphs_of_ranks(registry: Registry, rate: float) -> None:
     sizes = {"max_model_len": 128, "max_batch_requests": 6, "max_batch_tokens": 64, "num_pages": 100}
-    asked = embedded(attention_backend="torch", drafter="eagle", draft_length="2", tp=2, **sizes)
+    asked = small_model(attention_backend="torch", drafter="eagle", draft_length="2", tp=2, **sizes)
     with simulated():
         asked, registry = dataclasses.replace(asked, device="cuda"), captured(registry)
         with on_threads(asked, registry, forced_rates=[rate, rate]) as (engine, _):

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from core.testing.graph_backend import GraphBackend
-from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
+from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, prompt_of
+from engine.small_pair import small_model
 from engine.test_graphs import AgainAndAgain
 from engine.test_speculation import ASKS, Told, answers_of
 from parity.engine_driver import options
@@ -155,7 +156,7 @@ def requests() -> list[GenerationRequest]:
 @pytest.fixture(scope="module")
 def plainly(registry: Registry, requests: list[GenerationRequest]) -> dict[str, Told]:
     """What they are told without drafts."""
-    return answers_of(Engine.build(embedded(), registry), requests)
+    return answers_of(Engine.build(small_model(), registry), requests)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +191,7 @@ def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
     length: str,
 ) -> None:
     """As many guesses are right as where the host knows lengths."""
-    asked = embedded(drafter=drafter, draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
+    asked = small_model(drafter=drafter, draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
     wanted = where_the_host_reads(asked)
     request.getfixturevalue("unread")
     engine = Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0]
@@ -217,7 +218,7 @@ def test_steps_without_guesses_overlap(
     monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, num_requests: next(lengths))
     few = [each for each in requests if each.request_id not in ASKS or each.request_id in ("seeded", "cut", "logprobs")]
     expected = {each.request_id: plainly[each.request_id] for each in few}
-    asked = embedded(drafter=drafter, draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
+    asked = small_model(drafter=drafter, draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
     engine = Engine.build(dataclasses.replace(asked, overlap=True), registry)
     launch, wait, told = engine._runner.launch, RunningStep.wait, list[StepInput]()
 
@@ -244,7 +245,7 @@ def test_what_a_step_tells_can_be_read_before_anything_is_guessed(
     unread: None, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, how: str
 ) -> None:
     """The host goes on with it while the device guesses."""
-    asked = embedded(drafter="eagle", draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
+    asked = small_model(drafter="eagle", draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
     engine = Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0]
     noted, draft = list[str](), engine._runner.draft
     monkeypatch.setattr("enginery.worker.runner.recorded", lambda *, is_cuda: noted.append("told") or Passed())
@@ -362,7 +363,7 @@ def test_a_head_draws_within_graphs_what_it_draws_where_the_host_reads(
 ) -> None:
     """Its first guess too."""
     requests = [asking(f"{at}", prompt_of(said), temperature=0.8, seed=at, max_tokens=30) for at, said in enumerate(SAID)]
-    asked = embedded(drafter="eagle", draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
+    asked = small_model(drafter="eagle", draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
     reading = Engine.build(asked, registry)
     expected, wanted = answers_of(reading, requests), reading.meter.stats().drafts
     request.getfixturevalue("unread")

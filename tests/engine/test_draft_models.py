@@ -26,6 +26,7 @@ from engine.draft_models import (
     prompt_of,
 )
 from engine.random_use import RandomUse
+from engine.small_pair import small_model
 from engine.test_kinds_at_random import small_memory
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
 from pairwise import EVERYTHING, spread
@@ -153,8 +154,8 @@ def test_guesses_behind_the_longest_context_do_no_harm(registry: Registry, draft
     """All fill it to its last position, together and alone."""
     asked = [asking(f"{at}", prompt_of(said), max_tokens=most - len(prompt_of(said))) for at, said in enumerate(SAID[:4])]
     changes = {"max_model_len": most, "page_size": page_size}
-    expected = answers_of(Engine.build(embedded(**changes), registry), asked)
-    engine = Engine.build(embedded(drafter=drafter, draft_length="8", **changes), registry)
+    expected = answers_of(Engine.build(small_model(**changes), registry), asked)
+    engine = Engine.build(small_model(drafter=drafter, draft_length="8", **changes), registry)
     assert_told(answers_of(engine, asked), expected)
     assert_told(answers_of(engine, asked[:1]), {"0": expected["0"]})
 
@@ -191,11 +192,11 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     chance = random.Random(5)
     prompts = [prompt_of(said)[:30] for said in SAID]
     asked = [asking(f"{at}", each, temperature=0.7, seed=1) for at, each in enumerate(prompts)]
-    alone = answers_of(Engine.build(embedded(prefix_cache=False), registry), asked)
+    alone = answers_of(Engine.build(small_model(prefix_cache=False), registry), asked)
     expected = {request.prompt_token_ids: alone[request.request_id].tokens for request in asked}
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     small = {"page_size": 4, "num_pages": 22, "max_batch_tokens": 24, "max_batch_requests": 4, "max_model_len": 80}
-    engine = Engine.build(embedded(drafter="eagle", draft_length="3", **small), registry)
+    engine = Engine.build(small_model(drafter="eagle", draft_length="3", **small), registry)
 
     def ask(name: str) -> GenerationRequest:
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
@@ -211,7 +212,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
 
 
 def test_no_guess_is_kept_for_requests_that_have_ended(registry: Registry) -> None:
-    engine = Engine.build(embedded(drafter="eagle"), registry)
+    engine = Engine.build(small_model(drafter="eagle"), registry)
     short = [asking(f"{at}", prompt_of(said), max_tokens=1) for at, said in enumerate(SAID)]
     answers_of(engine, [*short, asking("undrafted", prompt_of(SAID[0]), speculation=False)])
     answers_of(engine, [asking("another", prompt_of(SAID[1]))])

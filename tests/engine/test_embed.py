@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.draft_models import asking, embedded, prompt_of
+from engine.draft_models import asking, prompt_of
+from engine.small_pair import small_model
 from engine.test_llm import TINY
 from engine.test_speculation import Scripted, answers_of, with_drafter
 from transformers import AutoModel
@@ -88,7 +89,7 @@ def test_many_embeddings_are_awaited_at_once() -> None:
 @pytest.mark.parametrize("length", [2, 4, 5, 9])
 def test_prompts_beside_requests_whose_guesses_are_verified_are_embedded_too(registry: Registry, length: int) -> None:
     """Those have several rows in a step. Of five and nine tokens one is left for a step of its own, as if it decoded."""
-    asked = embedded(max_batch_requests=16, max_batch_tokens=16)
+    asked = small_model(max_batch_requests=16, max_batch_tokens=16)
     decoding = [asking(f"{at}", prompt_of(text), max_tokens=50) for at, text in enumerate(PROMPTS)]
     told = answers_of(Engine.build(asked, registry), decoding)
     right = Scripted("right", {each.prompt_token_ids: told[each.request_id].tokens for each in decoding})

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.draft_models import assert_told, embedded, prompt_of
+from engine.draft_models import assert_told, prompt_of
 from engine.heads_made import Eagle3
+from engine.small_pair import small_model
 from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
 from engine.test_speculation import answers_of
 from parity.engine_driver import options
@@ -34,8 +35,8 @@ def wanted(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa:
 
 def test_hidden_states_are_kept_for_steps_that_are_followed(wanted: list[int], registry: Registry) -> None:
     requests = requests_of([prompt_of(said) for said in SAID])
-    expected = answers_of(Engine.build(embedded(), registry), requests)
-    asked = embedded(drafter="eagle", draft_length="auto", attention_backend="torch", num_pages=120, max_batch_requests=16)
+    expected = answers_of(Engine.build(small_model(), registry), requests)
+    asked = small_model(drafter="eagle", draft_length="auto", attention_backend="torch", num_pages=120, max_batch_requests=16)
     engine, capture, _ = captured(asked, registry)
     assert engine._runner.graphs is not None
     hidden = engine._runner.graphs.steps.speculation.hidden

@@ -21,6 +21,7 @@ from engine.heads_made import Eagle3, Module
 from engine.model_heads import asking
 from engine.random_use import RandomUse
 from engine.rank_threads import Guesses, noted, on_threads
+from engine.small_pair import small_model
 from engine.test_hybrid_speculation import MODELS, ForgivingGrammars, tokenizer_in
 from engine.test_hybrid_speculation import told as told_alone
 from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_drafter
@@ -149,7 +150,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     chance = random.Random(5)
     prompts = [prompt_of(said)[:30] for said in SAID]
     asked = [asking(f"{at}", each, max_tokens=25, temperature=0.7, seed=1) for at, each in enumerate(prompts)]
-    alone = answers_of(Engine.build(embedded(prefix_cache=False), registry), asked)
+    alone = answers_of(Engine.build(small_model(prefix_cache=False), registry), asked)
     expected = {request.prompt_token_ids: alone[request.request_id].tokens for request in asked}
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     small = {"page_size": 4, "num_pages": 22, "max_batch_tokens": 24, "max_batch_requests": 4, "max_model_len": 80}
@@ -157,7 +158,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     def ask(name: str) -> GenerationRequest:
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
 
-    drafting = embedded(drafter="eagle", draft_length="3", tp=2, attention_backend="torch", device=device, **small)
+    drafting = small_model(drafter="eagle", draft_length="3", tp=2, attention_backend="torch", device=device, **small)
     ranks = captured(registry) if device == "cuda" else registry
     with simulated() if device == "cuda" else nullcontext(), on_threads(drafting, ranks) as (engine, _):
         use = RandomUse(engine, chance, ask)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from engine.draft_models import SELVES, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.small_pair import small_model
 from engine.test_speculation import Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
@@ -76,7 +77,7 @@ def test_after_requests_that_were_not_followed_guesses_are_as_right_as_ever(
     registry: Registry, lengths: list[int], drafter: str
 ) -> None:
     """Seats and pages are the same ones, and prompts come in chunks."""
-    asked = embedded(drafter=drafter, max_batch_tokens=16, max_batch_requests=2, num_pages=24, prefix_cache=False)
+    asked = small_model(drafter=drafter, max_batch_tokens=16, max_batch_requests=2, num_pages=24, prefix_cache=False)
     few = [asking(f"{at}", prompt_of(said)) for at, said in enumerate((LONG, "Name three colours."))]
     lengths.append(3)
     engine = Engine.build(asked, registry)
@@ -153,7 +154,7 @@ def test_prompts_of_a_burst_are_followed_as_pays_with_all_of_it(registry: Regist
     monkeypatch.setattr("enginery.speculate.length.FIRST_ON", {"cpu": ((2, 3),)})
     prompts = [(9 + at, *prompt_of(LONG)) for at in range(8)]
     room = 2 * len(prompts[0])
-    engine = Engine.build(embedded(drafter="eagle", max_batch_tokens=room, prefill_fraction=1.0, max_batch_requests=8), registry)
+    engine = Engine.build(small_model(drafter="eagle", max_batch_tokens=room, prefill_fraction=1.0, max_batch_requests=8), registry)
     rows = count_forwards(engine, monkeypatch)
     answers_of(engine, [asking(f"{at}", prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
     assert rows == []

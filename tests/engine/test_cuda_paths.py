@@ -257,6 +257,8 @@ def test_a_draft_model_changes_no_token(
         prompts = [tuple(prompt[:30]) for prompt in llama_of_six.prompts[1:6]]
     else:
         asked = small_model(attention_backend="torch", drafter=drafter, **sizes)
+    if drafter == "standalone":
+        asked = dataclasses.replace(asked, draft_model=asked.model)  # by itself, so that it is always right
     ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
     requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]
     expected = serve(Engine.build(dataclasses.replace(asked, drafter="off", draft_model=None), registry), requests)
@@ -265,7 +267,8 @@ def test_a_draft_model_changes_no_token(
         for batch in (requests[:2], requests, requests[2:3]):
             assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
         drafts, graphs = engine.meter.stats().drafts, engine._runner._draft_graphs
-        assert 0 < drafts.accepted < drafts.drafted
+        assert drafts.accepted > 0
+        assert (drafts.accepted < drafts.drafted) == (drafter != "standalone")
         assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
         assert beside_prompts(replayed)
         assert graphs is not None

@@ -147,7 +147,7 @@ def test_two_stages_of_two_ranks(registry: Registry) -> None:
         ({"pp_layers": "5,1"}, "--pp-layers gives 2 stages of 5, 1 layers; the model has 4"),
         ({"drafter": "lookup"}, "--drafter lookup guesses.*with --pp 2 steps are on their way"),
         ({"overlap": True}, "overlap is on, but with --pp 2"),
-        ({"pp_layers": "2"}, "pp_layers is '2', but must be a number of layers for each of the 2 stages"),
+        ({"pp_layers": "2"}, "pp_layers is '2', but --pp is 2; give layers for each stage"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from engine.joined_members import OPTIONS, Member, in_background, listening, opt
 from installed import install
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.parallel import LaunchPlan, ParallelFacts
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.registry import Registry
@@ -143,3 +143,27 @@ def test_a_model_that_is_not_on_the_other_host_is_named(
 def test_what_cannot_be_joined_is_refused_at_once(changes: dict[str, object], why: str, key_file: Path, registry: Registry) -> None:
     with pytest.raises(ConfigError, match=why):
         Engine.build(options(key_file, **changes), registry)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"tp": 1, "pp": 2, "pp_layers": "a,b"},
+            "pp_layers is 'a,b', but --pp is 2; give layers for each stage, as 16,16 for two",
+        ),
+        ({"tp": 1, "pp": 2, "pp_layers": "2,2,"}, "pp_layers is '2,2,', but --pp is 2"),
+        ({"step_deadline": 0.0}, "step_deadline is 0.0, but must be positive"),
+        ({"step_deadline": float("nan")}, "step_deadline is nan, but must be positive, and finite"),
+        ({"kv_memory_gib": float("inf")}, "kv_memory_gib is inf, but must be positive, and finite"),
+    ],
+    ids=str,
+)
+def test_what_no_model_makes_right_is_refused_before_ranks_are_started(
+    changes: dict[str, object], why: str, key_file: Path, registry: Registry
+) -> None:
+    started: list[LaunchPlan] = []
+    changes = {"executor": "local", "listen": None, "rank_key_file": None, **changes}
+    with pytest.raises(ConfigError, match=why):
+        Engine.build(options(key_file, **changes), registry, launch=started.append)  # type: ignore[arg-type]  # it starts none
+    assert not started

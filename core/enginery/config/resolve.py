@@ -67,7 +67,7 @@ def resolve(
     asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, config: Mapping[str, object], dtype_from: str = "config.json"
 ) -> Settings:
     """Settle every "auto" and None. dtype_from: what says that of `config`. Raises `ConfigError` for what cannot be honoured."""
-    _check(asked)
+    check(asked)
     _check_layers(asked, model)
     dtype = _dtype(asked, device, config, dtype_from)
     length = _max_model_len(asked, model)
@@ -128,7 +128,8 @@ def _batch_tokens(asked: EngineOptions, device: DeviceFacts) -> Decision:
     return Decision(setting="max_batch_tokens", value=str(tokens), reason=reason)
 
 
-def _check(asked: EngineOptions) -> None:
+def check(asked: EngineOptions) -> None:
+    """Raises `ConfigError` for what no model makes right; ranks are begun behind it."""
     _check_numbers(asked)
     if asked.mla_prefill not in ("auto", *PrefillStrategy):
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
@@ -144,9 +145,7 @@ def _check(asked: EngineOptions) -> None:
 def _check_stages(asked: EngineOptions) -> None:
     sizes = None if asked.pp_layers is None else asked.pp_layers.split(",")
     if sizes is not None and not (len(sizes) == asked.pp and all(size.isdecimal() and int(size) for size in sizes)):
-        raise ConfigError(
-            f"pp_layers is {asked.pp_layers!r}, but must be a number of layers for each of the {asked.pp} stages of --pp, as 16,16"
-        )
+        raise ConfigError(f"pp_layers is {asked.pp_layers!r}, but --pp is {asked.pp}; give layers for each stage, as 16,16 for two")
     if asked.pp > 1 and asked.overlap:
         raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
 
@@ -210,8 +209,8 @@ def _check_numbers(asked: EngineOptions) -> None:
     if asked.profile_steps < 0:
         raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
     for name in ("kv_memory_gib", "step_deadline"):
-        if given.get(name, 1) <= 0:
-            raise ConfigError(f"{name} is {given[name]}, but must be positive")
+        if not 0 < given.get(name, 1) < float("inf"):
+            raise ConfigError(f"{name} is {given[name]}, but must be positive, and finite")
 
 
 def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:

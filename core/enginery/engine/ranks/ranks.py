@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from enginery.config.resolve import check
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
@@ -58,6 +59,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     if asked.num_ranks <= 1:  # fewer are refused with the other options
         yield None
         return
+    check(asked)
 
     def start(plan: LaunchPlan) -> RunningRanks:
         with inside(offer, "start the ranks"):

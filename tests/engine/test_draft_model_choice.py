@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,12 @@ from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import Phase
 from enginery.contracts.model import CheckpointSpec
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, PluginError, Unsupported
+from enginery.errors import CheckpointError, ConfigError, PluginError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import verifying_drafts
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter
-from enginery.worker.drafts.parts import choose_draft_model
+from enginery.worker.drafts.parts import choose_draft_model, find_draft_needs
 from enginery.worker.needs import LayerNeeds, by_phase
 from enginery_weights_tiny import DRAFTERS
 
@@ -61,6 +62,24 @@ def test_a_draft_model_without_a_drafter_is_refused(registry: Registry) -> None:
 def test_a_draft_model_for_what_runs_none_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"--drafter is lookup, which runs no model; leave --draft-model out"):
         choose(embedded(drafter="lookup", draft_model=str(DRAFTERS["eagle"])), registry)
+
+
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ({"architectures": ["Strange"]}, "no plugin serves the architecture Strange"),
+        ({"rope_scaling": {"type": "strange"}}, "config.json asks for rope type 'strange'"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_draft_model_s_config_is_said_of_the_draft_model(
+    stated: dict[str, object], why: str, tmp_path: Path, registry: Registry
+) -> None:
+    config = json.loads((DRAFTERS["standalone"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    asked = embedded(drafter="standalone", draft_model=str(tmp_path), load_format="dummy")
+    with pytest.raises(CheckpointError, match=f"^the draft model of --drafter standalone cannot be served: {why}"):
+        find_draft_needs(asked, registry, choose(asked, registry))
 
 
 def test_auto_sees_what_a_draft_model_is_that_is_given_by_its_name(registry: Registry) -> None:

@@ -258,7 +258,7 @@ HEADS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "quantised": (
         {"quantization_config": {"quant_method": "fp8"}},
-        "has quantised weights, which draft models cannot have yet",
+        "has quantised weights, which it cannot have yet",
     ),
 }
 

@@ -158,9 +158,7 @@ def _refuse_misfits(
             f"the draft model in {folder} has recurrent layers, whose states cannot go back behind a wrong guess yet; give another"
         )
     if offer.spec.suits is None and stated_quantization(config) is not None:
-        raise CheckpointError(
-            f"the draft model in {folder} has quantised weights, which draft models cannot have yet; give another"
-        )
+        raise CheckpointError(f"the draft model in {folder} has quantised weights, which it cannot have yet; give another")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,6 +220,8 @@ def find_draft_needs(asked: EngineOptions, registry: Registry, target: Choice) -
         needed = check_weights(choice)
     except Unsupported as error:
         raise Unsupported(f"--drafter {asked.drafter} cannot run beside {target.checkpoint.name}: {error}") from error
+    except CheckpointError as error:  # of two config.json it would not say which
+        raise CheckpointError(f"the draft model of --drafter {asked.drafter} cannot be served: {error}") from error
     return DraftNeeds(
         choice=choice, needed=needed, most=target.draft_length, taps=_taps(target, choice), target_width=target.facts.hidden_size
     )

@@ -131,7 +131,8 @@ class Scheduler:
         most = self.settings.max_queued_requests  # preempted ones always may join
         if (waiting := self.num_waiting + num_elsewhere) >= most:
             raise QueueFull(
-                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); retry in a few seconds"
+                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); "
+                "retry in a few seconds, a body of more than that in parts"
             )
         self.table.enlist(request)
         if not held:

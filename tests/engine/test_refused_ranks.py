@@ -136,6 +136,7 @@ def test_a_model_that_is_not_on_the_other_host_is_named(
         ({"listen": "tcp://0.0.0.0:5550"}, "every interface; but tensors are exchanged without keys"),
         ({"listen": "10.0.0.1:5550"}, "must be tcp://ADDRESS:PORT"),
         ({"listen": "tcp://192.0.2.1:5550"}, "ranks cannot join at tcp://192.0.2.1:5550: .*a free port of an address of this host"),
+        ({"listen": "tcp://127.0.0.1:65535", "dp_rank": 3}, "replica 3 would listen at port 65538, but 65535 is the last"),
         ({"rank_key_file": "/nowhere/key"}, "the key of ranks cannot be read from /nowhere/key"),
     ],
     ids=str,

@@ -130,10 +130,8 @@ class Scheduler:
         request = self.table.waiting.accept(asked, self._clock())
         most = self.settings.max_queued_requests  # preempted ones always may join
         if (waiting := self.num_waiting + num_elsewhere) >= most:
-            raise QueueFull(
-                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); "
-                "retry in a few seconds, a body of more than that in parts"
-            )
+            advice = "retry in a few seconds, a body of more than that in parts"
+            raise QueueFull(f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); {advice}")
         self.table.enlist(request)
         if not held:
             self.table.release(request)

@@ -79,6 +79,8 @@ class TcpWires:
         replica: among engines that were given one address; the port is so much higher, unless it is any.
         """
         self.host, port = _place(address)
+        if port + replica > 65535:  # ZeroMQ would begin at 0 again
+            raise ConfigError(f"replica {replica} would listen at port {port + replica}, but 65535 is the last; name a lower one")
         self.key = key.text
         self._key, self._deadline_s = key, deadline_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

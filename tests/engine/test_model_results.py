@@ -41,7 +41,7 @@ CHANGES = [
     (
         "forward",
         lambda hidden: hidden.double(),
-        r"forward of its model returned \[\d+, \d+\] in torch.float64 instead of hidden states \[.*\] in torch.bfloat16",
+        r"forward of its model returned \[\d+, \d+\] in torch.float64 instead of hidden states \[.*\] in torch.b?float(16|32)",
     ),
     ("forward", lambda hidden: (hidden,), r"forward of its model returned \(tensor.* instead of hidden states"),
 ]

@@ -23,8 +23,12 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.boundary import Observers
 from enginery.plugin.registry import Registry
+from enginery.serve.background_output import in_background
 from enginery.serve.engine import process as engine_process
-from enginery.serve.server import ServeSettings, serve
+from enginery.serve.http.logs import dropped
+from enginery.serve.server import serve
+from enginery.serve.settings import ServeSettings
+from enginery.serve.start_display import StartDisplay
 
 
 class StepLog:
@@ -64,4 +68,6 @@ if __name__ == "__main__":
     if role == "engine":
         sys.exit(engine_process.run(StepLog(Path(log)).build))
     asked = EngineOptions(**json.loads(options[0]))
-    serve(asked, Registry.load(), ServeSettings(port=0, engine_command=(sys.executable, __file__, "engine", log)))
+    settings = ServeSettings(port=0, engine_command=(sys.executable, __file__, "engine", log))
+    with in_background(dropped(settings.log_format)), StartDisplay() as display:
+        serve(asked, Registry.load(), settings, display)

@@ -75,9 +75,7 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     *,
     how: str,
 ) -> None:
-    engine = overlapping(
-        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
-    )
+    engine = built(small_model(**ASKED), registry, how)
     assert_told(answers_of(engine, requests), plainly)
     assert len(settled) > 0.6 * engine.meter.num_steps
     assert engine.meter.stats().drafts.accepted > 0
@@ -300,9 +298,7 @@ def test_where_all_end_with_a_step_none_follows_and_nothing_is_kept(
     settled: list[StepInput], registry: Registry, *, how: str
 ) -> None:
     """What was scheduled behind it is in no step that runs."""
-    engine = overlapping(
-        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
-    )
+    engine = built(small_model(**ASKED), registry, how)
     for place in range(3):
         answers_of(engine, [asking(f"{place}", prompt_of(SAID[place]), max_tokens=9 + place)])
         assert_whole(engine)
@@ -328,9 +324,7 @@ def test_where_pages_run_out_nothing_is_scheduled_ahead(
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_who_comes_later_waits_for_no_answer(settled: list[StepInput], registry: Registry, *, how: str) -> None:
     """Steps are scheduled ahead of those that run alone."""
-    engine = overlapping(
-        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
-    )
+    engine = built(small_model(**ASKED), registry, how)
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=100))
     while not settled:
         engine.step()
@@ -351,9 +345,7 @@ class Lost:
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry, *, fails: str, how: str) -> None:
     """Of the one that is scheduled ahead, and of the one that is waited for."""
-    engine = overlapping(
-        Engine.build(small_model(**ASKED), registry) if how == "eager" else captured(small_model(**ASKED), registry)[0]
-    )
+    engine = built(small_model(**ASKED), registry, how)
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=40))
     while not settled:
         engine.step()

@@ -151,16 +151,16 @@ def test_where_the_device_alone_knows_lengths_as_many_are_right(
     said = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
     requests = [asking(f"{at}", prompt_of(each), max_tokens=24 - 2 * at) for at, each in enumerate(said)]
     requests += [asking(about, prompt_of(said[1]), **ASKS[about]) for about in ("seeded", "cut", "penalties", "logprobs")]
-    expected = answers_of(Engine.build(small_model(), registry), requests)
+    expected = answers_of(Engine.build(embedded(), registry), requests)
     changes = {"draft_length": "2", "attention_backend": "torch", "num_pages": 120, "max_batch_requests": 24}
-    asked, branches = small_model(drafter=drafter, **changes), branching(registry, drafter)
+    asked, branches = embedded(drafter=drafter, **changes), branching(registry, drafter)
     reading = Engine.build(asked, branches)
     assert_told(answers_of(reading, requests), expected)
     request.getfixturevalue("unread")
     engine = Engine.build(asked, branches) if how == "eager" else captured(asked, branches)[0]
     assert_told(answers_of(engine, requests), expected)
     assert counts_of(engine) == counts_of(reading)
-    assert counts_of(engine).accepted > 0.5 * counts_of(engine).verifications
+    assert counts_of(engine).accepted > counts_of(engine).verifications
     if how == "captured":
         assert {depth for *_, depth in engine._runner.graphs.captured} >= {0, 2}  # type: ignore[union-attr]
 

@@ -179,7 +179,7 @@ def where_the_host_reads(
 @pytest.mark.parametrize(
     ("drafter", "how", "length"), [("eagle", "eager", "3"), ("eagle", "captured", "3"), ("standalone", "captured", "2")]
 )
-def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
+def test_drafters_guess_as_well_as_where_the_host_reads(
     request: pytest.FixtureRequest,
     registry: Registry,
     requests: list[GenerationRequest],

@@ -18,7 +18,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.warm_up import warm_up
 
 Change = Callable[[torch.Tensor], object]
-ASKED = EngineOptions(num_pages=32, max_model_len=128, num_threads=1, device="cpu")
+ASKED = EngineOptions(num_pages=32, max_model_len=128, num_threads=1, device="cpu", dtype="bfloat16")
 LLAMA = r"plugin model-llama \(enginery-model-llama==.*\)"
 CHANGES = [
     (
@@ -41,7 +41,7 @@ CHANGES = [
     (
         "forward",
         lambda hidden: hidden.double(),
-        r"forward of its model returned \[\d+, \d+\] in torch.float64 instead of hidden states \[.*\] in torch.b?float(16|32)",
+        r"forward of its model returned \[\d+, \d+\] in torch.float64 instead of hidden states \[.*\] in torch.bfloat16",
     ),
     ("forward", lambda hidden: (hidden,), r"forward of its model returned \(tensor.* instead of hidden states"),
 ]

@@ -287,7 +287,7 @@ def test_shared_pages_are_read_once_with_the_same_results(kv_dtype) -> None:
     lengths = [(1, 3000 + 37 * index) for index in range(24)]
     batch = bench.batch(lengths, Phase.DECODE, shared=150)
     batch.page_table_cpu[10:14] = torch.randint(4000, (4, batch.page_table_cpu.shape[1]), dtype=torch.int32)
-    bench.plan(batch)
+    batch = bench.plan(batch)
     (part,) = [cut.front for cut in batch.plan.cuts.values()]
     assert isinstance(part, SharedPart)
     q = bench.queries(24)

@@ -259,6 +259,8 @@ def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_full"
         await live.until(lambda: len(live.said("abort")) == 3)
+        assert live.engine.meter.ended == {"rejected": 5}, "none was admitted, so none is an abort"
+        assert live.engine.meter.num_open == 0
         assert (await live.complete("hello")).status_code == 200
 
     with_server(scenario, max_queued_requests=3)

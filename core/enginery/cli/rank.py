@@ -46,6 +46,7 @@ def rank(
     number: _Number = None,
     wait_s: _Wait = 600.0,
     new_key: _NewKey = None,
+    context: typer.Context,
 ) -> None:
     """Be one of the ranks of an engine on another host (engine serve --executor join), under any launcher.
 
@@ -55,11 +56,19 @@ def rank(
     from enginery.engine.ranks.keys import RankKey
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if new_key is not None and join is None:
+    if new_key is not None:
+        if others := [flag for flag in _given(context) if flag != "--new-key"]:
+            raise ConfigError(f"--new-key FILE alone makes a key, and nothing else; leave out {', '.join(others)}")
         RankKey.new().write(new_key)
-    elif new_key is not None or join is None or rank_key_file is None:
+    elif join is None or rank_key_file is None:
         raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE alone to make a key")
     else:
         own = joining.OwnOptions(**vars(host))
         if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):
             raise typer.Exit(code)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The flags on the command line."""
+    sources = {parameter.opts[0]: context.get_parameter_source(str(parameter.name)) for parameter in context.command.params}
+    return [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -178,7 +178,7 @@ def _check_lanes(asked: EngineOptions) -> None:
 
 def _check_events(asked: EngineOptions) -> None:
     if asked.dp_rank < 0:
-        raise ConfigError(f"dp_rank is {asked.dp_rank}, but must be 0 or more")
+        raise ConfigError(f"--dp-rank is {asked.dp_rank}, but replicas are numbered from 0; leave it out for the first")
     for name, address in (("kv_events", asked.kv_events), ("kv_events_replay", asked.kv_events_replay)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{name} is {address!r}, but must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")

@@ -147,9 +147,12 @@ def test_a_rank_cannot_join_at_a_port_that_there_is_not(run, address: str, tmp_p
     assert (err, code) == (f"engine: --join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen\n", 2)
 
 
-def test_who_makes_a_key_joins_nothing(run, tmp_path) -> None:
-    """It made the key, and left out to join."""
+@pytest.mark.parametrize("others", [("--join", "tcp://127.0.0.1:5550"), ("--rank", "1", "--model", "x"), ("--wait-s", "600")])
+def test_who_makes_a_key_does_nothing_else(run, others: tuple[str, ...], monkeypatch, tmp_path) -> None:
+    """It made the key, and left out what else was asked for."""
     key = tmp_path / "ranks.key"
-    _, err, code = run("rank", "--new-key", str(key), "--join", "tcp://127.0.0.1:5550")
+    _, err, code = run("rank", "--new-key", str(key), *others)
     assert (code, key.exists()) == (2, False)
-    assert "--new-key FILE alone" in err
+    assert f"--new-key FILE alone makes a key, and nothing else; leave out {', '.join(others[::2])}" in err
+    monkeypatch.setenv("ENGINERY_RANK_KEY_FILE", "elsewhere")
+    assert run("rank", "--new-key", str(key)) == ("", "", 0)

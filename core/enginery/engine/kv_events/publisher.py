@@ -6,6 +6,7 @@ step ── changes, by page ──> queue, bounded ──> thread: hashes, numb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -63,10 +64,7 @@ class KVEvents:
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
-                events.bind(address)  # of this host alone, as vLLM does
-            else:
-                events.connect(address)  # to a subscriber that has bound
+            (events.bind if binds(address) else events.connect)(address)
             if replayed:
                 replay.bind(replayed)
         except zmq.ZMQError as error:
@@ -197,16 +195,19 @@ def address_of(address: str, rank: int) -> str:
     if not address.startswith("tcp://"):
         return f"{address}_dp{rank}" if rank else address
     head, _, port = address.rpartition(":")
-    if not port.isdecimal() and rank:
+    if rank and not (port.isdecimal() and int(port)):
         raise ConfigError(f"{address} has no port that number {rank} could count from; write tcp://*:5557")
     if port.isdecimal() and int(port) + rank > 65_535:  # of which ZeroMQ would listen at another
         raise ConfigError(f"KV events cannot be published at port {int(port) + rank}: 65535 is the last; name a lower one")
     return f"{head}:{int(port) + rank}" if rank else address
 
 
+def binds(address: str) -> bool:
+    """Whether events are published at this host's own address, as in vLLM; else a subscriber has bound, and is connected to."""
+    return any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://")
+
+
 def _empty(waiting: _Waiting, but: int = 0) -> None:
-    while waiting.qsize() > but:
-        try:
+    with contextlib.suppress(queue.Empty):
+        while waiting.qsize() > but:
             waiting.get_nowait()
-        except queue.Empty:
-            return

@@ -14,7 +14,7 @@ from enginery.errors import EnginError, Overloaded, PluginError, QueueFull, Requ
 from enginery.serve.engine import messages
 from enginery.serve.http.access import note_requests
 from enginery.serve.http.faults import Aborted, ShuttingDown
-from enginery.serve.http.metrics import RequestMeter
+from enginery.serve.http.metrics import REJECTED, RequestMeter
 
 if TYPE_CHECKING:
     from enginery.serve.engine.client import EngineClient
@@ -76,7 +76,7 @@ class Outputs:
             self.answers.put_nowait(said)
             return
         self.open.discard(said.request_id)
-        self._clients[said.request_id].meter.reject(self.times[said.request_id])
+        self._clients[said.request_id].meter.end(self.times[said.request_id], REJECTED)
         self.answers.put_nowait(_rejection(said))
 
     def fail(self, error: EnginError) -> None:
@@ -122,8 +122,9 @@ async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
         for client, request, _ in sent:
             client.groups.pop(request.request_id, None)
         hung_up = group.error is None or isinstance(group.error, Aborted)
+        was_refused = any(times.reason == REJECTED for times in group.times.values())  # one, and so all
         for request_id in tuple(group.open):
-            await group.abort(request_id, "abort" if hung_up else "error")
+            await group.abort(request_id, REJECTED if was_refused else "abort" if hung_up else "error")
 
 
 def _check(client: EngineClient) -> None:

@@ -25,6 +25,7 @@ _FIRST_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 _WHOLE_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS: Final = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))  # up to 500,000, as vLLM has them
 REASONS: Final = ("stop", "length", "abort", "error")
+REJECTED: Final = "rejected"  # by the engine, or with one that came with it
 
 
 class Histogram:
@@ -74,7 +75,6 @@ class RequestMeter:
 
     def __init__(self) -> None:
         self.num_open = self.num_unstarted = self.num_ahead = self.num_begun = 0
-        self.num_rejected = 0
         self.ended: Counter[str] = Counter()
         self.num_prompt = 0
         self.num_cached = 0
@@ -120,7 +120,7 @@ class RequestMeter:
             self.end(times, output.finish_reason)
 
     def end(self, times: RequestTimes, reason: str) -> None:
-        """Count the end of a request, once: the first reason counts."""
+        """Count the end of a request, once: the first reason counts, one of `REASONS` or REJECTED."""
         if times.reason is not None:
             return
         times.reason = reason
@@ -134,12 +134,6 @@ class RequestMeter:
             self.generation_tokens.add(times.num_output)
             if times.num_output > 1:
                 self.per_token.add((times.last_s - times.first_s) / (times.num_output - 1))
-
-    def reject(self, times: RequestTimes) -> None:
-        """Count a request that the engine did not take."""
-        times.reason = "rejected"
-        self._leave(times)
-        self.num_rejected += 1
 
     def _leave(self, times: RequestTimes) -> None:
         self.num_open -= 1
@@ -276,7 +270,7 @@ def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:
     yield "vllm:prompt_tokens", "Prompt tokens processed.", meter.num_prompt
     yield "vllm:generation_tokens", "Tokens generated.", meter.num_output
     yield "vllm:num_preemptions", "Requests that lost their pages and are computed again.", stats.num_preempted
-    yield "vllm:admission_rejections", "Requests that the engine did not take.", meter.num_rejected
+    yield "vllm:admission_rejections", "Requests that the engine did not take.", meter.ended[REJECTED]
     yield "vllm:corrupted_requests", "Requests that ended because their logits were NaN.", stats.num_nan
     yield "vllm:spec_decode_num_drafts", "Verifications of a request's guessed tokens.", stats.drafts.verifications
     yield "vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified.", stats.drafts.drafted

@@ -65,7 +65,7 @@ def stage_of(facts: ModelFacts, parallel: ParallelFacts) -> StageLayers:
     if stages > 1 and not facts.boundary:
         raise Unsupported("the model's family cannot be cut into pipeline stages: its ModelFacts.boundary is empty")
     if stages > max(count, 1):
-        raise Unsupported(f"{stages} pipeline stages cannot share {count} decoder layers")
+        raise Unsupported(f"{stages} pipeline stages cannot share {count} decoder layers; --pp may be {count} at the most")
     sizes = parallel.layers_by_stage or [count // stages + (index < count % stages) for index in range(stages)]
     if (len(sizes), sum(sizes)) != (stages, count):
         told = ", ".join(map(str, sizes))

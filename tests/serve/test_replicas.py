@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -22,11 +23,14 @@ from running import PATIENCE_S, SERVER, get, serving, started, wait_until
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
+from enginery.plugin.registry import Registry
 from enginery.serve.engine import client as engine_client
 from enginery.serve.engine import progress as engine_progress
+from enginery.serve.engine.client import EngineClient
 from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.progress import stalled_s, watch
 from enginery.serve.engine.replica_options import replica_options
+from enginery.serve.engine.replicas import Replicas
 from enginery.serve.engine.sent_prefixes import block_hashes
 from enginery.worker import device
 
@@ -431,3 +435,19 @@ def test_the_embedded_model_is_served_by_two_engines():
         body = {"model": model, "prompt": ["hello "] * 2 + ["x"], "max_tokens": 40, "ignore_eos": True, "temperature": 5.0}
         first, again = (choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"][:2])
         assert first != again
+
+
+def test_where_one_engine_cannot_be_started_nothing_of_the_others_is_left(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    manifest, made = Registry.load(no_plugins=True).manifest, []
+
+    async def begin(command: list[str], **given: object) -> EngineClient:
+        made.append(await EngineClient.start(EngineOptions(model=str(folder)), manifest, command=command, **given))
+        return made[-1]
+
+    starts = [functools.partial(begin, command) for command in (["sleep", "60"], ["/no/such/engine"])]
+    with pytest.raises(ConfigError, match=r"cannot be started: .*No such file or directory.*ulimit -a shows limits"):
+        asyncio.run(Replicas.start(*starts))
+    assert [client.child.is_running for client in made] == [False]
+    assert list((tmp_path / "t").iterdir()) == []

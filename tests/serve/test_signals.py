@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -90,3 +92,22 @@ def test_under_nohup_a_terminal_that_closes_changes_nothing(folder):
             assert httpx.get(f"{url}/health", timeout=PATIENCE_S).json() == {"status": "ready"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_just_when_an_engine_starts(folder, tmp_path, name):
+    """It ended the server as if nothing was there to end: a folder with a socket stayed."""
+    code = (
+        "from enginery.config.schema import EngineOptions\n"
+        "from enginery.plugin.registry import Registry\n"
+        "from enginery.serve.server import ServeSettings, serve\n"
+        "from enginery.serve.start_display import StartDisplay\n"
+        f"settings = ServeSettings(port=0, engine_command=('sh', '-c', 'kill -{name} $PPID; exec sleep 60'))\n"
+        "with StartDisplay() as display:\n"
+        f"    serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings, display)\n"
+    )
+    there = tmp_path / "there"
+    there.mkdir()
+    environment = {**os.environ, "TMPDIR": str(there)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, list(there.iterdir())) == (0, []), done.stderr

@@ -82,6 +82,7 @@ async def _serve(
     tracer = Tracer.open(settings.otlp_endpoint)
     text, parsers = _text_side(options, registry, settings, display)  # on no thread: Ctrl-C would wait for its download
     text_s = process_age_s() - front_s
+    stopping, hurrying = _signals()  # before there is a process to end
     engine = await _engines(options, registry, settings, relay)
     service = Service(
         engine=engine,
@@ -101,7 +102,6 @@ async def _serve(
             routes.include_router(administration(service, Keys(settings.admin_keys)))
         app = build_app(service, plugin_routes=routes, owners=owners_of(added))
         http = _http(_guarded(app, service, settings, tracer), settings, listener)
-        stopping, hurrying = _signals()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         served = Served(
             url=_url(listener, settings),

@@ -59,9 +59,8 @@ class KVEvents:
         self._changes: list[Change] = [Blocks.cleared]  # for subscribers of the engine that was here before
         self._waiting: _Waiting = queue.Queue(most_waiting)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        events = self._context.socket(zmq.PUB)
+        events, replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         events.set_hwm(_SOCKET_MESSAGES)
-        replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
             (events.bind if binds(address) else events.connect)(address)

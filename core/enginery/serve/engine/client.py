@@ -117,16 +117,19 @@ class EngineClient:
         """
         directory = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         endpoint = f"ipc://{directory / 'engine'}"
-        link = zmq.asyncio.Context().socket(zmq.PAIR)
-        link.set_hwm(0)
-        try:
-            link.bind(endpoint)
-        except zmq.ZMQError as error:
-            link.context.destroy(linger=0)
-            directory.rmdir()
-            raise ConfigError(f"{endpoint} cannot be a socket: {error}; set TMPDIR to another, shorter path") from error
         boot = messages.Boot(endpoint=endpoint, options=options, manifest=manifest, log_level=log_level, share=share)
-        return cls(directory, EngineChild(command, boot, relay), link, boot, meter=meter or RequestMeter(), comes_back=comes_back)
+        context = zmq.asyncio.Context()
+        try:
+            link = context.socket(zmq.PAIR)
+            link.set_hwm(0)
+            link.bind(endpoint)
+            child = EngineChild(command, boot, relay)
+        except (zmq.ZMQError, OSError) as error:
+            context.destroy(linger=0)
+            shutil.rmtree(directory)
+            advice = "ulimit -a shows limits" if isinstance(error, OSError) else "set TMPDIR to another, shorter path"
+            raise ConfigError(f"an engine at {endpoint} cannot be started: {error}; {advice}") from error
+        return cls(directory, child, link, boot, meter=meter or RequestMeter(), comes_back=comes_back)
 
     @property
     def state(self) -> EngineState:
@@ -142,8 +145,7 @@ class EngineClient:
     @property
     def open_requests(self) -> list[RequestTimes]:
         """The counts and times of the requests that have not ended."""
-        found = (group.times[request_id] for request_id, group in self.groups.items())
-        return [times for times in found if times.reason is None]
+        return [times for name, group in self.groups.items() if (times := group.times[name]).reason is None]
 
     async def ready(self, manifest_digest: str | None = None) -> EngineFacts:
         """Wait until the engine is ready. Raises `EngineDied`, with the exit code of the child's error, if it does not start."""

@@ -32,7 +32,7 @@ class Outputs:
     """What comes of a group of requests that were sent together, to one engine or several; iterate until all have finished.
 
     What came of a request since its last output was taken is one output, so that a busy front says more at once, not later.
-    error: what ends those that have not finished.
+    error: what ends those that have not finished. left_as: how the metrics count these.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:
@@ -42,6 +42,7 @@ class Outputs:
         self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
         self._untaken: dict[str, RequestOutput] = {}
         self.error: EnginError | None = None
+        self.left_as = "abort"
         self._came = asyncio.Event()
 
     def __aiter__(self) -> Outputs:
@@ -75,13 +76,14 @@ class Outputs:
         if isinstance(said, messages.Accepted):
             self.answers.put_nowait(said)
             return
+        self.left_as = REJECTED  # with one all are
         self.open.discard(said.request_id)
         self._clients[said.request_id].meter.end(self.times[said.request_id], REJECTED)
         self.answers.put_nowait(_rejection(said))
 
     def fail(self, error: EnginError) -> None:
         """Raise the error where somebody waits for outputs, after those that have come."""
-        self.error = error
+        self.error, self.left_as = error, "abort" if isinstance(error, Aborted) else "error"
         self._came.set()
         self.answers.put_nowait(error)
 
@@ -121,10 +123,8 @@ async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
     finally:
         for client, request, _ in sent:
             client.groups.pop(request.request_id, None)
-        hung_up = group.error is None or isinstance(group.error, Aborted)
-        was_refused = any(times.reason == REJECTED for times in group.times.values())  # one, and so all
         for request_id in tuple(group.open):
-            await group.abort(request_id, REJECTED if was_refused else "abort" if hung_up else "error")
+            await group.abort(request_id, group.left_as)
 
 
 def _check(client: EngineClient) -> None:

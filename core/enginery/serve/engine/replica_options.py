@@ -10,15 +10,13 @@ from pathlib import Path
 from enginery.config.host_memory import available_host_bytes
 from enginery.config.schema import EngineOptions, HostShare
 
-_log = logging.getLogger(__name__)
-
 
 def replica_options(asked: EngineOptions, count: int) -> list[tuple[EngineOptions, HostShare | None]]:
     """Of each, with its share of the host. One alone has what was asked for, and no share."""
     if count == 1:
         return [(asked, None)]
     if asked.num_ranks * count > (cores := os.cpu_count() or 1):
-        _log.warning("%d engines of %d processes each share %d cores; fewer may be faster", count, asked.num_ranks, cores)
+        logging.warning("%d engines of %d processes each share %d cores; fewer may be faster", count, asked.num_ranks, cores)
     host_bytes = available_host_bytes()
     return [(_of(asked, index), HostShare(index=index, count=count, host_bytes=host_bytes)) for index in range(count)]
 

@@ -147,7 +147,12 @@ class Replicas:
     @classmethod
     async def start(cls, *starts: StartEngine, restarts: int = 0) -> Replicas:
         """Start all; they are loading when this returns. restarts: of each."""
-        clients = [await start(meter=RequestMeter(), comes_back=restarts > 0) for start in starts]
+        clients: list[EngineClient] = []
+        async with contextlib.AsyncExitStack() as started:
+            for start in starts:
+                clients.append(await start(meter=RequestMeter(), comes_back=restarts > 0))
+                started.push_async_callback(clients[-1].stop)
+            started.pop_all()  # all have: none is to be stopped here
         return cls(starts, clients, restarts=restarts)
 
     @property

@@ -57,12 +57,9 @@ class RequestTimes:
         self.request_id = request_id
         self.num_prompt = num_prompt
         self.num_ahead = num_ahead
-        self.num_cached = 0
-        self.num_output = 0
+        self.num_cached = self.num_output = 0
         self.began_s = time.monotonic()
-        self.queued_s = 0.0
-        self.first_s = 0.0
-        self.last_s = 0.0
+        self.queued_s = self.first_s = self.last_s = 0.0
         self.reason: str | None = None
 
 
@@ -75,10 +72,8 @@ class RequestMeter:
 
     def __init__(self) -> None:
         self.num_open = self.num_unstarted = self.num_ahead = self.num_begun = 0
+        self.num_prompt = self.num_cached = self.num_output = 0
         self.ended: Counter[str] = Counter()
-        self.num_prompt = 0
-        self.num_cached = 0
-        self.num_output = 0
         self.ttft, self.itl, self.per_token = Histogram(_FIRST_S), Histogram(_SHORT_S), Histogram(_SHORT_S)
         self.queued, self.prefill = Histogram(_WHOLE_S), Histogram(_WHOLE_S)
         self.decode, self.e2e = Histogram(_WHOLE_S), Histogram(_WHOLE_S)

@@ -107,7 +107,7 @@ def _span(ports: range) -> str:
 
 
 def _check_size(options: EngineOptions, dp: int) -> None:
-    count = dp * (1 if options.executor == "join" else options.num_ranks)
+    count = dp * (options.num_ranks if options.executor == "local" else 1)  # others place ranks on other hosts
     free = available_host_bytes()
     if count > max(1, free // _PROCESS_BYTES):
         raise ConfigError(

@@ -33,7 +33,8 @@ batch are rounded in another way. A request that runs beside others may then get
 
 Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` they have Anthropic's. Statuses:
 
-- 400: something is wrong with the request.
+- 400: something is wrong with the request. Where it does not fit into the context, `code` is `context_length_exceeded`; a prompt
+  that does not fit alone is said to be "too long", also below `/v1/messages`. By these, agents see when to shorten a conversation.
 - 404: another model or path.
 - 413: the body is too large.
 - 429 with `Retry-After`: the queue is full.

@@ -127,6 +127,39 @@ def test_a_prompt_too_long_is_told_both_numbers(shared_server):
     assert "512" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [3] * 512, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [3] * 600}),
+        ("/v1/completions", {"prompt": "é" * 513}),
+        ("/v1/completions", {"prompt": "x" * 100_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 900}]}),
+        ("/v1/responses", {"input": "x" * 900}),
+        ("/v1/embeddings", {"input": "x" * 900}),
+    ],
+    ids=["full", "tokens", "text", "long text", "chat", "responses", "embeddings"],
+)
+def test_agents_see_that_a_prompt_is_too_long(shared_server, path, body):
+    response = shared_server(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, "context_length_exceeded", "invalid_request_error")
+    assert f"{'input' if path == '/v1/embeddings' else 'prompt'} is too long" in error["message"]
+
+
+def test_too_large_an_answer_does_not_fit_but_its_prompt_does(shared_server):
+    error = shared_server("/v1/completions", {"prompt": [3] * 511, "max_tokens": 2}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "too long" not in error["message"]
+
+
+def test_anthropics_agents_see_that_a_prompt_is_too_long(shared_server):
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 900}]}
+    error = shared_server("/v1/messages", body).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "prompt is too long" in error["message"]
+
+
 def test_half_characters_in_json_are_refused_or_harmless(shared_server):
     for escaped in (b'"\\udc00"', b'"\\ud83d\\ude00"'):
         assert shared_server("/v1/completions", b'{"prompt": ' + escaped + b"}").status_code in (200, 400)

@@ -261,6 +261,13 @@ def test_langchain_invokes_and_streams(chain):
     assert "".join(chunk.text for chunk in chunks) == reply.text
 
 
+def test_langchain_sees_that_a_prompt_is_too_long(chain):
+    from langchain_core.exceptions import ContextOverflowError
+
+    with pytest.raises(ContextOverflowError):
+        chain.invoke("x " * 100_000)
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_structured_output(chain, method):
     assert isinstance(chain.with_structured_output(Weather, method=method).invoke("x"), Weather)

@@ -16,7 +16,7 @@ from enginery.errors import RequestError
 from enginery.serve.api.answer_parsers import NO_PARSERS, Parsers
 from enginery.serve.api.chat_templates import TemplateTurns, renderer, ways_to_tell
 from enginery.serve.http.caller import caller
-from enginery.serve.http.faults import NoSuchModel
+from enginery.serve.http.faults import ContextExceeded, NoSuchModel
 from enginery.serve.schemas.chat import ChatRequest, FunctionTool
 from enginery.serve.schemas.completions import MAX_PROMPTS, CommonRequest, CompletionRequest
 from enginery.serve.schemas.structured_outputs import FieldGrammar
@@ -205,8 +205,7 @@ class ServedModel:
     def _prompt(self, given: str | list[int], *, add_special_tokens: bool, field: str) -> Prompt:
         if isinstance(given, str):
             self._check_text(given, field)
-            ids = self.text.tokenizer.encode(given, add_special_tokens=add_special_tokens)
-            return Prompt(token_ids=tuple(ids), text=given)
+            return Prompt(token_ids=tuple(self.text.tokenizer.encode(given, add_special_tokens=add_special_tokens)), text=given)
         _check_size(len(given), field, limit=self.facts.max_model_len)
         self._check_ids(field, given)
         return Prompt(token_ids=tuple(given))
@@ -219,15 +218,12 @@ class ServedModel:
         while num_chars < len(text):
             num_tokens = self.text.tokenizer.count(text[:num_chars])
             if num_tokens > limit * 5 // 4:  # the cut may have made a few
-                message = f"the first {num_chars:,} characters are {num_tokens:,} tokens, but the context is {limit:,} tokens"
-                raise RequestError(message, param=field)
+                raise ContextExceeded(f"the prompt is too long: over {num_tokens:,} tokens, the context is {limit:,}", param=field)
             num_chars *= 2
 
     def _check_chars(self, text: str, field: str) -> None:
-        limit = self.facts.max_model_len
-        if len(text) > limit * self.text.tokenizer.num_chars_max:
-            message = f"the prompt has {len(text):,} characters, which cannot fit into the context of {limit:,} tokens"
-            raise RequestError(message, param=field)
+        if len(text) > (limit := self.facts.max_model_len) * self.text.tokenizer.num_chars_max:
+            raise ContextExceeded(f"the prompt is too long: {len(text):,} characters, the context is {limit:,} tokens", param=field)
 
     def _check_ids(self, field: str, ids: Collection[int] | None) -> None:
         check_token_ids(field, ids or (), vocab_size=self.facts.vocab_size)
@@ -251,11 +247,12 @@ def _check_length(prompt: Prompt, asked: CommonRequest, max_tokens: int, *, limi
     if length == 0:
         raise RequestError("the prompt is empty; a model needs one token at least", param=field)
     if length + max_tokens > limit:
+        has = "the prompt is too long: it has" if length >= limit else "the prompt has"
         more = f" and {max_tokens:,} are asked for" if max_tokens else ""
-        message = f"the prompt has {length:,} tokens{more}, but the context is {limit:,} tokens"
-        raise RequestError(message, param=field if length >= limit else "max_tokens")
+        message = f"{has} {length:,} tokens{more}, but the context is {limit:,} tokens"
+        raise ContextExceeded(message, param=field if length >= limit else "max_tokens")
 
 
 def _check_size(num_tokens: int, field: str, *, limit: int) -> None:
     if num_tokens > limit:
-        raise RequestError(f"the prompt has {num_tokens:,} tokens, but the context is {limit:,} tokens", param=field)
+        raise ContextExceeded(f"the prompt is too long: {num_tokens:,} tokens, but the context is {limit:,} tokens", param=field)

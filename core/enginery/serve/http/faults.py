@@ -60,6 +60,10 @@ class NoSuchModel(RequestError):
     """The request names a model that is not served here."""
 
 
+class ContextExceeded(RequestError):
+    """The prompt, or it and the tokens that are asked for, do not fit into the context: agents then shorten their conversation."""
+
+
 class BodyTooLarge(RequestError):
     """A body has more bytes than are accepted of one request."""
 
@@ -83,6 +87,7 @@ _SHAPES: Final[Mapping[type[EnginError], _Shape]] = {  # the first that fits cou
     NoSuchModel: _Shape(404, "model_not_found", names_field=True),
     Unauthorized: _Shape(401, "invalid_api_key", {"WWW-Authenticate": "Bearer"}),
     BodyTooLarge: _Shape(413, "body_too_large"),
+    ContextExceeded: _Shape(400, "context_length_exceeded", names_field=True),
     RequestError: _Shape(400, names_field=True),
     TooManyBodies: _Shape(503, "too_many_bodies", _RETRY),
     NotReady: _Shape(503, "loading", _RETRY),
@@ -120,8 +125,7 @@ class Fault:
 
     def body(self) -> bytes:
         """The error as JSON, in OpenAI's shape."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}})
 
     def response(self) -> Response:
         """The whole answer, with status and headers."""

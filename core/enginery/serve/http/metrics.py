@@ -55,9 +55,7 @@ class RequestTimes:
 
     def __init__(self, request_id: str, num_prompt: int, num_ahead: int) -> None:
         self.request_id = request_id
-        self.num_prompt = num_prompt
-        self.num_ahead = num_ahead
-        self.num_cached = self.num_output = 0
+        self.num_prompt, self.num_ahead, self.num_cached, self.num_output = num_prompt, num_ahead, 0, 0
         self.began_s = time.monotonic()
         self.queued_s = self.first_s = self.last_s = 0.0
         self.reason: str | None = None

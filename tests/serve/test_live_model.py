@@ -186,3 +186,11 @@ def test_a_conversation_goes_on_from_what_was_said(talker):
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     assert "9" in answers[1]
     assert reply.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_choices_that_share_their_prompt_count_as_cached_what_was_there_before(talker):
+    turns = [{"role": "user", "content": "Tell me a story about a squirrel that lives by the sea and wants a red hat. " * 3}]
+    asked = {"model": model(talker), "messages": turns, "n": 4, "max_tokens": 3, "extra_body": {"cache_salt": "choices"}}
+    first, again = (talker.chat.completions.create(**asked).usage for _ in range(2))
+    assert first.prompt_tokens_details.cached_tokens == 0, "one choice computed the prompt"
+    assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens // 2

@@ -151,8 +151,8 @@ class Tally:
         self._num_reasoning += delta.num_reasoning_tokens
         self._num_drafted += delta.num_drafted
         self._num_accepted += delta.num_accepted
-        place = delta.job.prompt_index
-        self._num_cached[place] = max(self._num_cached.get(place, 0), delta.num_cached_tokens)
+        if not delta.is_first:  # later choices find what the first one has computed
+            self._num_cached.setdefault(delta.job.prompt_index, delta.num_cached_tokens)
 
     def usage(self) -> Usage:
         """The counts so far, in OpenAI's shape."""

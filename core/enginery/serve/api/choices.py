@@ -151,8 +151,9 @@ class Tally:
         self._num_reasoning += delta.num_reasoning_tokens
         self._num_drafted += delta.num_drafted
         self._num_accepted += delta.num_accepted
-        if not delta.is_first:  # later choices find what the first one has computed
-            self._num_cached.setdefault(delta.job.prompt_index, delta.num_cached_tokens)
+        if not delta.is_first:  # the least: other choices find what one of them has computed
+            place, count = delta.job.prompt_index, delta.num_cached_tokens
+            self._num_cached[place] = min(self._num_cached.get(place, count), count)
 
     def usage(self) -> Usage:
         """The counts so far, in OpenAI's shape."""

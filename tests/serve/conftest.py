@@ -112,7 +112,7 @@ async def live(
     registry = without_plugins()
     asked = EngineOptions(model=str(folder), **options)
     start = functools.partial(EngineClient.start, manifest=registry.manifest, command=fake_engine.COMMAND)
-    starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp)]
+    starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp, registry)]
     engine = await Replicas.start(*starts, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder, chat_template=asked.chat_template)

@@ -368,9 +368,12 @@ def test_one_that_does_not_start_ends_the_start(folder):
 
 
 def test_each_has_a_number_files_and_a_share_of_its_own():
-    asked = EngineOptions(profile_file="a/steps.json", record_steps=(3, "kept"), dp_rank=4)
-    assert replica_options(asked, 1) == [(asked, None)]
-    first, second = replica_options(asked, 2)
+    asked, registry = (
+        EngineOptions(profile_file="a/steps.json", record_steps=(3, "kept"), dp_rank=4),
+        Registry.load(no_plugins=True),
+    )
+    assert replica_options(asked, 1, registry) == [(asked, None)]
+    first, second = replica_options(asked, 2, registry)
     assert (first[0].dp_rank, second[0].dp_rank) == (4, 5)
     assert (second[0].profile_file, second[0].record_steps) == ("a/steps-1.json", (3, "kept-1"))
     assert (second[1].index, second[1].count, second[1].host_bytes) == (1, 2, first[1].host_bytes)
@@ -379,7 +382,7 @@ def test_each_has_a_number_files_and_a_share_of_its_own():
 def test_a_share_of_a_cpu_is_part_of_its_threads_and_memory(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 9)
     monkeypatch.setattr(device, "available_host_bytes", lambda: 60)
-    asked, share = EngineOptions(device="cpu", memory_fraction=0.8), HostShare(index=1, count=2, host_bytes=100)
+    asked, share = EngineOptions(device="cpu", memory_fraction=0.8), HostShare(index=1, count=2, num_ranks=1, host_bytes=100)
     found = device.within_share(asked, share)
     assert found.num_threads == 4
     assert found.memory_fraction * 60 == pytest.approx(0.8 * 50), "as at first, where others have taken their part meanwhile"
@@ -389,9 +392,11 @@ def test_a_share_of_a_cpu_is_part_of_its_threads_and_memory(monkeypatch):
 
 
 def test_gpus_are_given_out_by_number_and_too_few_are_refused(monkeypatch):
+    registry = Registry.load(no_plugins=True)
+
     def own(index: int, num_gpus: int = 4, visible: str | None = None, **options: object) -> list[str]:
-        share = HostShare(index=index, count=2, host_bytes=1)
-        return device.own_gpus(EngineOptions(**options), share, num_gpus, visible)
+        share = replica_options(EngineOptions(**options), 2, registry)[index][1]
+        return device.own_gpus(share, num_gpus, visible)
 
     assert [own(index) for index in range(2)] == [["0"], ["1"]]
     assert [own(index, tp=2, device="cuda") for index in range(2)] == [["0", "1"], ["2", "3"]]
@@ -400,11 +405,11 @@ def test_gpus_are_given_out_by_number_and_too_few_are_refused(monkeypatch):
         ConfigError, match=r"--dp 2 needs 4 GPUs, 2 for each replica, but there are 3; lower --dp, or use --device cpu"
     ):
         own(0, 3, tp=2)
-    with pytest.raises(ConfigError, match="device is 'cuda:1', but --dp 2"):
-        own(0, device="cuda:1")
+    joined = {"tp": 2, "executor": "join", "listen": "tcp://127.0.0.1:5550"}  # the second rank of each brings its own
+    assert [own(index, 2, **joined) for index in range(2)] == [["0"], ["1"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert device.within_share(EngineOptions(), HostShare(index=1, count=2, host_bytes=1)).device == "cuda"
+    assert device.within_share(EngineOptions(), HostShare(index=1, count=2, num_ranks=1, host_bytes=1)).device == "cuda"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 

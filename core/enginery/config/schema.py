@@ -115,10 +115,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HostShare:
-    """What one of several engines on a host may take: one part of so many. host_bytes: the host's memory before any began."""
+    """What one of `count` engines on a host may take. num_ranks: of each, here. host_bytes: the host's memory before any began."""
 
     index: int
     count: int
+    num_ranks: int
     host_bytes: int
 
 

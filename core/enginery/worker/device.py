@@ -82,18 +82,16 @@ def within_share(asked: EngineOptions, share: HostShare) -> EngineOptions:
     """
     num_gpus = torch.cuda.device_count() if asked.device == "auto" or asked.device.startswith("cuda") else 0
     if num_gpus or asked.device.startswith("cuda"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(asked, share, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(share, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         return dataclasses.replace(asked, device="cuda")
     threads = asked.num_threads or max(1, torch.get_num_threads() // share.count)
     part = min(1.0, share.host_bytes / share.count / available_host_bytes())
     return dataclasses.replace(asked, num_threads=threads, memory_fraction=asked.memory_fraction * part)
 
 
-def own_gpus(asked: EngineOptions, share: HostShare, num_gpus: int, visible: str | None) -> list[str]:
+def own_gpus(share: HostShare, num_gpus: int, visible: str | None) -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them. visible: what that is now."""
-    each = asked.num_ranks
-    if asked.device not in ("auto", "cuda"):
-        raise ConfigError(f"device is {asked.device!r}, but --dp {share.count} needs GPUs for each replica; write --device cuda")
+    each = share.num_ranks
     if num_gpus < each * share.count:
         raise ConfigError(
             f"--dp {share.count} needs {each * share.count} GPUs, {each} for each replica, but there are {num_gpus}; lower --dp, "

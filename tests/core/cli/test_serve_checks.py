@@ -13,6 +13,7 @@ from enginery.cli.main import build_app
 from enginery.cli.serve_checks import check_before_start
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
+from enginery.plugin.registry import Registry
 from enginery.serve.engine.replica_options import replica_options
 
 
@@ -118,9 +119,11 @@ def test_more_processes_than_the_memory_holds_are_refused_and_more_than_cores_to
     look(dp=6, tp=2)
     look(dp=12, tp=2, executor="join")  # half of them are on other hosts
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    replica_options(EngineOptions(tp=2), 2)
+    registry = Registry.load(no_plugins=True)
+    replica_options(EngineOptions(tp=2), 2, registry)
+    replica_options(EngineOptions(tp=2, executor="join"), 4, registry)
     assert not caplog.records
-    replica_options(EngineOptions(tp=2), 3)
+    replica_options(EngineOptions(tp=2), 3, registry)
     assert caplog.messages == ["3 engines of 2 processes each share 4 cores; fewer may be faster"]
 
 

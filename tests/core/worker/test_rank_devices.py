@@ -80,8 +80,8 @@ def test_a_rank_has_its_gpu_to_itself_and_a_part_of_the_hosts_memory() -> None:
 def test_replicas_of_several_ranks_have_gpus_of_their_own() -> None:
     from enginery.config.schema import HostShare
 
-    share = HostShare(index=1, count=2, host_bytes=0)
-    assert own_gpus(asked(), share, 4, "4,5,6,7") == ["6", "7"]
+    share = HostShare(index=1, count=2, num_ranks=2, host_bytes=0)
+    assert own_gpus(share, 4, "4,5,6,7") == ["6", "7"]
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")

@@ -158,8 +158,7 @@ def run(build: BuildEngine, within: Within = lambda options, share: options) -> 
         link.send(messages.encode(failed))
         return failed.exit_code
     finally:
-        link.close(linger=2000)
-        context.term()
+        context.destroy(linger=2000)
 
 
 def _keep_all_objects() -> None:

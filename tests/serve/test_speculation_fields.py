@@ -12,7 +12,7 @@ BODIES = {
     "/v1/responses": {"input": TEXT, "max_output_tokens": 3},
 }
 GUESSED = {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 6}
-NOT_GUESSED = {"reasoning_tokens": 0}
+NOT_GUESSED = {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
 
 
 def details(usage):
@@ -32,7 +32,7 @@ def test_usage_says_which_guesses_were_right_and_false_makes_none(with_server, p
             options = {"include_usage": True, "continuous_usage_stats": True}
             usages = [event["usage"] for event in await live.events(path, **body, stream_options=options)]
             assert details(usages[-1]) == expected
-            so_far = [details(usage).get("rejected_prediction_tokens", 0) for usage in usages]
+            so_far = [details(usage)["rejected_prediction_tokens"] for usage in usages]
             assert so_far == sorted(so_far)
 
     with_server(scenario)

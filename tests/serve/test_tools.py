@@ -354,7 +354,8 @@ def test_tokens_of_reasoning_are_counted(with_server):
         usage = (await live.chat("(think)one two three(done)x")).json()["usage"]
         counted = usage["completion_tokens_details"]["reasoning_tokens"]
         assert 0 < counted < usage["completion_tokens"]
-        assert (await live.chat("x")).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+        none = {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert (await live.chat("x")).json()["usage"]["completion_tokens_details"] == none
 
     with_server(scenario, parsers=PARSERS)
 

@@ -15,16 +15,15 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class CompletionTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+class CompletionTokens(msgspec.Struct, frozen=True):
     """How many tokens of the completion are reasoning: those before the one that ended it.
 
-    accepted_prediction_tokens: of its tokens, those that a drafter had guessed; rejected_prediction_tokens: its wrong guesses. Both
-    are left out where nothing was guessed.
+    accepted_prediction_tokens: of its tokens, those that a drafter had guessed; rejected_prediction_tokens: its wrong guesses.
     """
 
     reasoning_tokens: int
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

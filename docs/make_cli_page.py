@@ -23,7 +23,7 @@ Every command ends with one of these statuses:
 - 0: it did what was asked;
 - 1: it failed, or found something wrong;
 - 2: its command line, its settings or its model cannot be used;
-- 130: Ctrl-C. Where that is how one leaves, in `engine serve` behind its first second or two and at the prompt of `engine chat`, it is 0.
+- 130: Ctrl-C. Where that is how one leaves, in `engine serve` after a second or two and in `engine chat`, it is 0.
 
 Tables are as wide as the terminal, or COLUMNS. In a pipe each row is one line. NO_COLOR switches colours off.
 """

@@ -87,6 +87,23 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
     assert capsys.readouterr().err == "rank 1: a word\n" * (1 + is_elsewhere)  # here both are one stderr
 
 
+def test_what_a_rank_that_lost_another_said_is_told_where_no_other_broke() -> None:
+    """As where two ranks do not reach each other."""
+    reports, rank = (zmq.Context.instance().socket(kind) for kind in (zmq.PULL, zmq.PUSH))
+    reports.bind("inproc://reports-of-the-lost")
+    rank.connect("inproc://reports-of-the-lost")
+    said = messages.Failed(rank=1, message="they did not meet\nand more", exit_code=1, is_ours=True, is_lost=True)
+    rank.send(messages.encode(said))
+    command = [sys.executable, "-c", "raise SystemExit(1)"]
+    watch = Watch(lambda plan: LocalRanks([command]), ["cpu"], reports=reports, deadline_s=20.0, standing=Standing(), joining=None)
+    try:
+        with pytest.raises(EngineDied, match=r"^rank 1 \(process \d+\) ended with exit code 1, in .+: they did not meet$"):
+            watch.wait_for(messages.Here)
+    finally:
+        watch.end(grace_s=0.0)
+        rank.close(linger=0)
+
+
 def test_one_that_fails_or_gives_nothing_is_named(registry: Registry) -> None:
     with pytest.raises(EnginError, match=r"placing.* built None, which is no RunningRanks: it has no boot, name"):
         Engine.build(options(executor="empty"), registry)

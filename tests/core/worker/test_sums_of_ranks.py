@@ -178,6 +178,7 @@ def test_a_rank_asks_for_the_gpus_of_all_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can)
     assert peers("0", "1", "2", rank=1).are_in_reach()
     assert sorted(asked) == [(1, 0), (1, 2)]
+    assert not peers("0", "0").are_in_reach(), "each sees its own alone, as where it joined"
 
 
 @pytest.mark.parametrize(

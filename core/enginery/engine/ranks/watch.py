@@ -145,15 +145,14 @@ class Watch:
         failed = {said.rank: said for said in self._failed}
         first = next((said for said in self._failed if not said.is_lost), None)
         if first is not None:
-            cause = EngineDied(
-                f"{running.name(first.rank)} " + (f"failed: {first.message}" if first.is_ours else f"broke: {first.message}")
-            )
+            cause = EngineDied(f"{running.name(first.rank)} {'failed' if first.is_ours else 'broke'}: {first.message}")
             cause.exit_code = first.exit_code
             return cause
         death = next((death for death in deaths if death.rank not in failed), deaths[0])
         for line in death.last_lines:
             print(f"rank {death.rank}: {line}", file=sys.stderr, flush=True)
-        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}")
+        lost = f": {failed[death.rank].message.splitlines()[0]}" if death.rank in failed else ""
+        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}{lost}")
 
     def _fail(self, cause: EnginError) -> None:
         if self.running is not None:

@@ -58,11 +58,11 @@ class Peers:
         self._store, self._world, self.parallel, self._device = store, world, parallel, device
 
     def are_in_reach(self) -> bool:
-        """Whether every rank's GPU reaches the memory of those of its stage."""
-        places = list(map(int, self._world.texts(str(self._device.index))))
-        own, first = self._device.index, self.parallel.rank - self.parallel.tensor_rank
-        others = set(places[first : first + self.parallel.tensor_size]) - {own}
-        return bool(self._world.smallest([all(torch.cuda.can_device_access_peer(own, other) for other in others)])[0])
+        """Whether every rank's GPU reaches the memory of those of its stage. Not where each sees its own alone, as the first."""
+        own, first, size = self._device.index, self.parallel.rank - self.parallel.tensor_rank, self.parallel.tensor_size
+        others = set(map(int, self._world.texts(str(own))[first : first + size])) - {own}
+        reached = len(others) == size - 1 and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+        return bool(self._world.smallest([reached])[0])
 
     def memory(self, num_bytes: int) -> PeerMemory:
         """So much of each rank. Raises `LostRank` where a rank does not come."""

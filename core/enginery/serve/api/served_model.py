@@ -218,7 +218,8 @@ class ServedModel:
         while num_chars < len(text):
             num_tokens = self.text.tokenizer.count(text[:num_chars])
             if num_tokens > limit * 5 // 4:  # the cut may have made a few
-                raise ContextExceeded(f"the prompt is too long: over {num_tokens:,} tokens, the context is {limit:,}", param=field)
+                message = f"the prompt is too long: over {num_tokens:,} tokens, but the context is {limit:,} tokens"
+                raise ContextExceeded(message, param=field)
             num_chars *= 2
 
     def _check_chars(self, text: str, field: str) -> None:

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Final, Literal
 from packaging.requirements import Requirement
 
 from enginery.cli.flags.server import SERVER_KINDS
+from enginery.cli.serve_checks import bind_error
 from enginery.config.sources import engine_options
 from enginery.errors import ConfigError
 
@@ -137,17 +137,14 @@ def descriptors() -> Check:
 
 def port_check(port: int) -> Check:
     """Check that the server could listen there. One that does already is no fault of the machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            if _engine_serves(port):
-                advice = "Another engine serve needs another --port."
-                return Check(name="port", status="warn", detail=f"an engine serves at port {port} already", advice=advice)
-            advice = "Stop what listens there, or give engine serve another --port."
-            return Check(name="port", status="fail", detail=f"port {port} cannot be used: {error.strerror}", advice=advice)
-    return Check(name="port", status="ok", detail=f"port {port} is free")
+    error = bind_error("127.0.0.1", port)
+    if error is None:
+        return Check(name="port", status="ok", detail=f"port {port} is free")
+    if _engine_serves(port):
+        advice = "Another engine serve needs another --port."
+        return Check(name="port", status="warn", detail=f"an engine serves at port {port} already", advice=advice)
+    advice = "Stop what listens there, or give engine serve another --port."
+    return Check(name="port", status="fail", detail=f"port {port} cannot be used: {error.strerror}", advice=advice)
 
 
 def _engine_serves(port: int) -> bool:

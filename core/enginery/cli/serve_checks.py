@@ -68,14 +68,20 @@ class _Ports:
 
     def check_free(self) -> None:
         for port in self.ports:
-            try:
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("" if self.host in _EVERYWHERE else self.host, port))
-            except OSError as error:
-                if error.errno in (errno.EADDRINUSE, errno.EACCES):  # else its name is ZeroMQ's, or not IPv4: the engine will see
-                    raise ConfigError(f"port {port} of {self} cannot be used: {error.strerror}; name another") from error
-                return
+            error = bind_error("" if self.host in _EVERYWHERE else self.host, port)
+            if error is not None and error.errno in (errno.EADDRINUSE, errno.EACCES):  # else ZeroMQ's name, or not IPv4
+                raise ConfigError(f"port {port} of {self} cannot be used: {error.strerror}; name another")
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why nobody could listen there now; None: somebody could."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
 
 
 def _listened(options: EngineOptions, dp: int) -> Iterator[_Ports]:
@@ -107,7 +113,7 @@ def _span(ports: range) -> str:
 
 
 def _check_size(options: EngineOptions, dp: int) -> None:
-    count = dp * (options.num_ranks if options.executor == "local" else 1)  # others place ranks on other hosts
+    count = dp * (options.num_ranks if options.executor == "local" else 1)  # others may place them on other hosts
     free = available_host_bytes()
     if count > max(1, free // _PROCESS_BYTES):
         raise ConfigError(

@@ -135,8 +135,8 @@ async def _serve(
 
 async def _engines(options: EngineOptions, registry: Registry, settings: ServeSettings, relay: Callable[[str], None]) -> Replicas:
     """Loading, with what they write to stderr going to `relay`."""
-    level, command = settings.log_level.upper(), settings.engine_command
-    start = functools.partial(EngineClient.start, command=command, log_level=level, relay=relay)
+    level = settings.log_level.upper()
+    start = functools.partial(EngineClient.start, command=settings.engine_command, log_level=level, relay=relay)
     every = replica_options(options, settings.dp, registry)
     starts = [functools.partial(start, each, registry.manifest, share=share) for each, share in every]
     return await Replicas.start(*starts, restarts=settings.restarts)

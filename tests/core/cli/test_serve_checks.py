@@ -6,6 +6,7 @@ import contextlib
 import socket
 
 import pytest
+from free_ports import free_ports
 from typer.testing import CliRunner
 
 from enginery.cli import serve_checks
@@ -23,13 +24,7 @@ def look(*, dp: int = 1, port: int = 1, **options: object) -> None:
 
 @pytest.fixture(scope="module")
 def free() -> int:
-    """The first of twelve ports that nobody has just now."""
-    for port in range(20_000, 30_000, 12):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for each in range(port, port + 12):
-                held.enter_context(socket.create_server(("", each)))
-            return port
-    raise AssertionError("no twelve ports in a row are free")
+    return free_ports(12)
 
 
 def test_the_command_looks_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Models with several kinds of memory on a GPU, random weights: `python docs/benchmarks/gpu_kinds.py SHAPE [--windows] > FILE`.
 
-- `throughput`: passes of 512 tokens in and 256 out, at --streams.
+- `throughput`: passes of 512 tokens in and 256 out, at --streams, prompts first.
 - `first_token`: milliseconds from a prompt's arrival to its first token, of 8,192 tokens that are new, of the same again, and of
   one page of tokens. Nothing else runs.
 - With --windows, `held`: how many requests of 32,768 tokens decode at once in --kv-gib of memory, and the same if the layers with
@@ -117,6 +117,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Any
         device=asked.device,
         max_batch_requests=256,
         memory_fraction=0.92,
+        prefill_fraction=1.0,  # as `LLM` has it
     )
     began = time.perf_counter()
     engine = Engine.build(dataclasses.replace(options, max_model_len=LONG + PAGE), Registry.load())

@@ -260,64 +260,37 @@ def gate_up_of_float4(
     tile, block_n = tile_and_block((rows + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
     expert, first, end = tile_at(tiles, tile, ALONE)
-    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
-        gate_up_tile(
-            x,
-            words,
-            exponents,
-            bias,
-            order,
-            out,
-            partial,
-            arrived,
-            expert,
-            first,
-            end,
-            block_n,
-            x_stride,
-            INNER,
-            COLUMNS,
-            TOP_K,
-            FEW,
-            BLOCK_N,
-            STAGES,
-            SPLIT,
-            NARROW,
-            ALONE,
-            BIASED,
-            KIND,
-            ALPHA,
-            LIMIT,
-        )
-    if (expert >= 0) & (end - first > FEW):
-        gate_up_tile(
-            x,
-            words,
-            exponents,
-            bias,
-            order,
-            out,
-            partial,
-            arrived,
-            expert,
-            first,
-            end,
-            block_n,
-            x_stride,
-            INNER,
-            COLUMNS,
-            TOP_K,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            SPLIT,
-            NARROW,
-            ALONE,
-            BIASED,
-            KIND,
-            ALPHA,
-            LIMIT,
-        )
+    for size in tl.static_range(2):
+        fits = (end - first <= FEW) if size == 0 else (end - first > FEW)
+        if (FEW > 0 or size == 1) and (expert >= 0) & fits:
+            gate_up_tile(
+                x,
+                words,
+                exponents,
+                bias,
+                order,
+                out,
+                partial,
+                arrived,
+                expert,
+                first,
+                end,
+                block_n,
+                x_stride,
+                INNER,
+                COLUMNS,
+                TOP_K,
+                FEW if size == 0 else BLOCK_M,
+                BLOCK_N,
+                STAGES,
+                SPLIT,
+                NARROW,
+                ALONE,
+                BIASED,
+                KIND,
+                ALPHA,
+                LIMIT,
+            )
 
 
 @kernel
@@ -395,47 +368,27 @@ def down_of_float4(
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
     expert, first, end = tile_at(tiles, tile, ALONE)
-    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
-        down_tile(
-            x,
-            words,
-            exponents,
-            bias,
-            order,
-            out,
-            expert,
-            first,
-            end,
-            block_n,
-            INNER,
-            COLUMNS,
-            FEW,
-            BLOCK_N,
-            STAGES,
-            SPLIT,
-            NARROW,
-            ALONE,
-            BIASED,
-        )
-    if (expert >= 0) & (end - first > FEW):
-        down_tile(
-            x,
-            words,
-            exponents,
-            bias,
-            order,
-            out,
-            expert,
-            first,
-            end,
-            block_n,
-            INNER,
-            COLUMNS,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            SPLIT,
-            NARROW,
-            ALONE,
-            BIASED,
-        )
+    for size in tl.static_range(2):
+        fits = (end - first <= FEW) if size == 0 else (end - first > FEW)
+        if (FEW > 0 or size == 1) and (expert >= 0) & fits:
+            down_tile(
+                x,
+                words,
+                exponents,
+                bias,
+                order,
+                out,
+                expert,
+                first,
+                end,
+                block_n,
+                INNER,
+                COLUMNS,
+                FEW if size == 0 else BLOCK_M,
+                BLOCK_N,
+                STAGES,
+                SPLIT,
+                NARROW,
+                ALONE,
+                BIASED,
+            )

@@ -12,6 +12,7 @@ from serve.test_tools import TOOLS, user
 
 from enginery.plugin.registry import Registry
 from enginery.serve.api.answer_parsers import Parsers
+from enginery_parsers import register_parsers
 
 HISTORY = [
     {"role": "user", "content": "1+1?"},
@@ -290,7 +291,43 @@ def test_phi_4_mini_is_told_of_tools_within_the_message_of_the_system(role, argu
         asked = {"messages": messages, "tools": [tool]}
         assert (await live.post("/v1/chat/completions", **asked)).status_code == 200
 
-    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+    with_server(scenario, parsers=told_by("phi4-mini"), chat_template=str(file))
+
+
+MINIMAX_TEXT = (
+    "{% for message in messages %}{% if message['role'] in ('system', 'user') %}<{{ message['role'] }}>"
+    "{{ message['content'][0]['text'] }}{% elif message['role'] == 'assistant' %}<ai>"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
+    "{% elif message['role'] == 'function' %}<function_response>{{ message['name'] }}: {{ message['content'][0]['text'] }}"
+    "{% endif %}{% endfor %}{% for tool in tools or [] %}<function_setting>{{ tool.function.name }}{% endfor %}"
+)
+
+
+def test_minimax_text_is_told_of_calls_within_the_content_and_of_results_as_functions(with_server, tmp_path):
+    """Its template knows neither calls nor the role tool, so that both were left out."""
+    file = tmp_path / "template.jinja"
+    file.write_text(MINIMAX_TEXT)
+    functions = [("add", '{"a": "{日}"}'), ("sub", {"b": 1}), ("add", None)]
+    calls = [
+        {"id": f"c{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate(functions)
+    ]
+    results = [{"role": "tool", "content": f"{{{place}}}", "tool_call_id": f"c{place}"} for place in (1, 0)]
+    messages = [HISTORY[0], {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    told = [f"<function_call>```typescript\nfunctions.{call}\n```" for call in ('add({"a": "{日}"})', 'sub({"b": 1})', "add({})")]
+
+    async def scenario(live):
+        ids = (await live.post("/tokenize", messages=messages, tools=TOOLS)).json()["tokens"]
+        prompt = (await live.post("/detokenize", tokens=ids)).json()["prompt"]
+        history = f"<user>1+1?<ai>{''.join(told)}<function_response>sub: {{1}}<function_response>add: {{0}}"
+        assert prompt == history + "".join(f"<function_setting>{tool['function']['name']}" for tool in TOOLS)
+
+    with_server(scenario, parsers=told_by("minimax-text"), chat_template=str(file))
+
+
+def told_by(name):
+    (spec,) = (spec for spec in register_parsers() if spec.name == name)
+    return dataclasses.replace(PARSERS, tools=dataclasses.replace(PARSERS.tools, tell=spec.tell))
 
 
 def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):

@@ -10,6 +10,7 @@ from enginery.contracts.grammars import Grammar
 from enginery.contracts.versions import ApiVersion
 
 ParserKind = Literal["tools", "reasoning"]
+Told = list[dict[str, object]]  # tools, or messages, as a chat template takes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,10 @@ class ForceFn(Protocol):
 class ParserSpec:
     """A parser on offer. `auto` takes the highest priority whose `suits` is true.
 
-    needs_special_tokens: the text must be decoded with them. force: for tools only. force_or_json: too, beside a grammar of JSON;
-    where no call is required, the answer is calls or such JSON, and reasoning in front; no call begins as JSON does. is_inside,
-    close, tags: for reasoning only; whether a rendered prompt ends within reasoning, the text that ends it there, for prompts whose
-    answer must not reason, and what stands around it, at the beginning of an answer and after up to 16 blanks; else empty.
+    needs_special_tokens: the text must be decoded with them. For tools: force; force_or_json, that beside a grammar of JSON: where no
+    call is required, the answer is calls, which begin not as JSON does, or such JSON, behind reasoning; tell: of a template's text,
+    tools and messages, both as one takes them that writes no calls, or None. For reasoning, else empty: is_inside, whether a prompt
+    ends within it; close, what ends it there where none is wanted; tags, what is around it in answers, after up to 16 blanks.
     """
 
     name: str
@@ -130,6 +131,7 @@ class ParserSpec:
     needs_special_tokens: bool = False
     force: ForceFn | None = None
     force_or_json: Callable[[Grammar], ForceFn] | None = None
+    tell: Callable[[str, Told, Told], tuple[Told, Told] | None] | None = None
     is_inside: Callable[[str], bool] | None = None
     close: str = ""
     tags: tuple[str, str] = ("", "")

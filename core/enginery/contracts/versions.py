@@ -32,5 +32,5 @@ class HookGroup(StrEnum):
 CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0)) | {
     HookGroup.EXECUTOR: (2, 2),
     HookGroup.OP: (2, 3),
-    HookGroup.PARSER: (2, 1),
+    HookGroup.PARSER: (2, 2),
 }

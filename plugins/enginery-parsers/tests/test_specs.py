@@ -26,6 +26,7 @@ GLM47 = GLM45.replace("\\n", "")
 KIMI = "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}"
 KIMI_THINKING = KIMI + "<think>{{ rc }}</think>"
 MINIMAX_TEXT = "{{ '<beginning_of_sentence>ai name=' }}<function_call>```typescript"
+MINIMAX_TEXT_TOLD = "{{ '<beginning_of_sentence>system function_setting=functions\\n' + function | tojson }}"
 MINIMAX_M1 = "{{ '<beginning_of_sentence>ai name=MiniMax AI\\n<tool_calls>\\n' }}"
 MINIMAX_M2 = "{{- ']~b]ai\\n<think>\\n' }}{%- if '</think>' in c %}{{ '<minimax:tool_call>' }}<invoke name="
 NEMOTRON = "{{- '<SPECIAL_11>Assistant\\n<think>' }}{% if '</think>' in c %}{{- '<TOOLCALL>[' -}}"
@@ -64,6 +65,7 @@ CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_en
         (KIMI, (), {"kimi-k2"}),
         (KIMI_THINKING, (), {"kimi-k2", "think"}),
         (MINIMAX_TEXT, (), {"minimax-text"}),
+        (MINIMAX_TEXT_TOLD, (), {"minimax-text"}),
         (MINIMAX_M1, (), {"minimax-m1"}),
         (MINIMAX_M2, (), {"minimax-m2", "think"}),
         (NEMOTRON, (), {"nemotron", "think"}),

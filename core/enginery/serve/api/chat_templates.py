@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Final
 
+from enginery.contracts.parsers import ParserSpec, Told
 from enginery.errors import RequestError
 from enginery.serve.schemas.chat import ChatRequest, Effort, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck, writes_tools
-from enginery.text.template_process import INSTRUCTS
 
 _Message = dict[str, Any]
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
-_TAKES_TOOLS_WITHIN: Final = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")  # a message, as Phi 4-mini's template
-_json: Final = partial(json.dumps, ensure_ascii=False)
 _LATE_S: Final = 2.0
 _PROBE_S: Final = 2.0
 _PROBE_AGAIN_S: Final = 1.0
@@ -49,15 +45,16 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     )
 
 
-def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool], source: str) -> Iterator[tuple[list[_Message], ...]]:
+def ways_to_tell(
+    asked: ChatRequest, tools: Sequence[FunctionTool], source: str, parser: ParserSpec | None
+) -> Iterator[tuple[Told, ...]]:
     """Tools and messages, first as they are, then for templates that want more or less. Made when they are asked for.
 
     Qwen 3's takes it that messages have content; gpt-oss' that tools are described, and that thoughts or content go with calls;
-    Llama 3's that messages have one call. source: of the template; Phi 4-mini's takes tools within the system's message.
+    Llama 3's that messages have one call. source: of the template. parser: of calls, which tells them to templates that do not.
     """
     offered, given = [tool.for_template() for tool in tools], [message.for_template() for message in asked.messages]
-    if not writes_tools(source) and tells_tools(source):
-        given = _with_tools_within(list(map(_with_calls_within, given)), offered)
+    offered, given = _told_otherwise(parser, source, offered, given) or (offered, given)
     yield offered, given
     full, whole = [each | {"content": each["content"] or ""} for each in given], [tool.for_template(whole=True) for tool in tools]
     told = [(offered, given)]
@@ -67,24 +64,13 @@ def ways_to_tell(asked: ChatRequest, tools: Sequence[FunctionTool], source: str)
             yield way
 
 
-def tells_tools(source: str | None) -> bool:
-    """Whether a template writes tools, or takes them within a message."""
-    return writes_tools(source) or _TAKES_TOOLS_WITHIN.search(source or "") is not None
+def tells_tools(source: str | None, parser: ParserSpec) -> bool:
+    """Whether a template writes tools, or gets them from the parser of calls in another way."""
+    return writes_tools(source) or _told_otherwise(parser, source or "", [], []) is not None
 
 
-def _with_tools_within(messages: list[_Message], tools: Sequence[_Message]) -> list[_Message]:
-    begins = messages[0]["role"] in INSTRUCTS
-    offered = _json([tool["function"] for tool in tools])
-    first = {"role": "system", "content": "", **(messages[0] if begins else {}), "tools": offered}
-    return [first, *messages[begins:]] if tools else messages
-
-
-def _with_calls_within(message: _Message) -> _Message:
-    """As Phi 4-mini writes calls, which its template leaves out."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    given = [(each or "{}") if isinstance(each := function["arguments"], str | None) else _json(each) for function in functions]
-    calls = ", ".join(f'{{"name": "{each["name"]}", "arguments": {text}}}' for each, text in zip(functions, given, strict=True))
-    return message | ({"content": f"{message['content'] or ''}<|tool_call|>[{calls}]<|/tool_call|>"} if calls else {})
+def _told_otherwise(parser: ParserSpec | None, source: str, tools: Told, messages: Told) -> tuple[Told, Told] | None:
+    return None if parser is None or parser.tell is None else parser.tell(source, tools, messages)
 
 
 def _with_one_thought(message: dict[str, object]) -> dict[str, object]:

@@ -98,7 +98,7 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
         known = known_names(model.parsers.tool_names)
         advice = f"start the server with --tool-parser NAME, or send tool_choice none; there are {known}"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
-    if _is_free(asked) and not tells_tools(asked.chat_template or model.text.template.source):
+    if _is_free(asked) and not tells_tools(asked.chat_template or model.text.template.source, model.parsers.tools):
         why = "the chat template does not write tools, so the model would not know of them"
         advice = "force a call with tool_choice, or start the server with a --chat-template that does"
         raise RequestError(f"{why}; {advice}", param="tools")

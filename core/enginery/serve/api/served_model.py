@@ -118,7 +118,7 @@ class ServedModel:
         template, reasons = self.text.template, self.parsers.reasoning is not None
         render = renderer(template, asked, reasons=reasons, trusts_templates=self.trusts_templates)
         refused: RequestError | None = None
-        for told, messages in ways_to_tell(asked, tools, asked.chat_template or template.source or ""):
+        for told, messages in ways_to_tell(asked, tools, asked.chat_template or template.source or "", self.parsers.tools):
             try:
                 return await self.turns.render(template, partial(render, messages, tools=told))
             except RequestError as error:

@@ -45,6 +45,14 @@ class _Force:
         return FORCED_BY[self.parser](asked)
 
 
+def _tell(
+    parser: str, source: str, tools: list[dict[str, object]], messages: list[dict[str, object]]
+) -> tuple[list[dict[str, object]], list[dict[str, object]]] | None:
+    from enginery_parsers.telling import TOLD_BY
+
+    return TOLD_BY[parser](source, tools, messages)
+
+
 def _ends_in(prompt: str, *, opening: str) -> bool:
     """Whether the template has opened the reasoning. What stands earlier in the prompt may be the user's own words."""
     return prompt[-100:].rstrip().endswith(opening)
@@ -78,16 +86,21 @@ def _is_phi(facts: ParserFacts) -> bool:
     return _shows("<|/tool_call|>")(facts) or _shows("<|tool|>", "<|/tool|>", token="<|/tool_call|>")(facts)
 
 
+def _is_minimax_text(facts: ParserFacts) -> bool:
+    """Its template writes tools and their results, but not how they are called."""
+    return _shows("<function_call>")(facts) or _shows("<beginning_of_sentence>", "function_setting", but=("<tool_calls>",))(facts)
+
+
 def _is_think(facts: ParserFacts) -> bool:
     """MiniMax-M1 opens and closes its reasoning itself, and its template says nothing of it."""
     return facts.architecture in _SILENT or _shows("</think>", but=_ANSWERS)(facts)
 
 
 # Whether a family's markers are special tokens differs from one tokenizer to the next, so each parser asks for them.
-def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool]) -> ParserSpec:
+def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool], *, tells: bool = False) -> ParserSpec:
     return ParserSpec(
         name=name,
-        api=(2, 1),
+        api=(2, 2),
         kind="tools",
         summary=summary,
         suits=suits,
@@ -95,6 +108,7 @@ def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool]) -> Par
         needs_special_tokens=True,
         force=_Force(name),
         force_or_json=partial(_Force, name),
+        tell=partial(_tell, name) if tells else None,
     )
 
 
@@ -141,11 +155,11 @@ PARSERS: Final = (
     _tools("qwen3-xml", "Qwen 3.5, Qwen 3 Coder, Nemotron 3: <function=...> and <parameter=...>", _is_qwen_xml),
     _tools("mimo", "MiMo V2: <function=...> and <parameter=...>, values without line breaks around", _is_mimo),
     _tools("kimi-k2", "Kimi K2 and Kimi-Linear: JSON between markers, calls with numbers", _shows("<|tool_calls_section_begin|>")),
-    _tools("minimax-text", "MiniMax-Text-01: functions.name(JSON) in a fenced block", _shows("<function_call>")),
+    _tools("minimax-text", "MiniMax-Text-01: functions.name(JSON) in a fenced block", _is_minimax_text, tells=True),
     _tools("minimax-m1", "MiniMax-M1: JSON objects on lines in <tool_calls>", _shows("<tool_calls>", "<beginning_of_sentence>")),
     _tools("minimax-m2", "MiniMax-M2: <invoke> and <parameter> in <minimax:tool_call>", _shows("<minimax:tool_call>")),
     _tools("granite3", "Granite 3: a JSON list behind <|tool_call|>", _shows("<|tool_call|>", but=("<|/tool_call|>",))),
-    _tools("phi4-mini", "Phi 4-mini: a JSON list between <|tool_call|> and <|/tool_call|>", _is_phi),
+    _tools("phi4-mini", "Phi 4-mini: a JSON list between <|tool_call|> and <|/tool_call|>", _is_phi, tells=True),
     _tools("nemotron", "Nemotron Nano v2: a JSON list in <TOOLCALL>", _shows("<TOOLCALL>")),
     _tools("jamba", "Jamba 1.5 and later: a JSON list in <tool_calls>", _shows("<tool_calls>", but=("<beginning_of_sentence>",))),
     _tools("longcat", "LongCat-Flash: JSON in <longcat_tool_call>", _shows("<longcat_tool_call>", but=("<longcat_arg_key>",))),

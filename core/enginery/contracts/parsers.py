@@ -115,7 +115,7 @@ class ForceFn(Protocol):
 class ParserSpec:
     """A parser on offer. `auto` takes the highest priority whose `suits` is true.
 
-    needs_special_tokens: the text must be decoded with them. For tools: force; force_or_json, that beside a grammar of JSON: where no
+    needs_special_tokens: the text must be decoded with them. For tools: force; force_or_json, that with a grammar of JSON: where no
     call is required, the answer is calls, which begin not as JSON does, or such JSON, behind reasoning; tell: of a template's text,
     tools and messages, both as one takes them that writes no calls, or None. For reasoning, else empty: is_inside, whether a prompt
     ends within it; close, what ends it there where none is wanted; tags, what is around it in answers, after up to 16 blanks.

@@ -74,7 +74,10 @@ ABOUT: Final = {
         "of the model.\n\n"
         "`reasoning_effort` is given to a template that has a variable of this name. In a template with `enable_thinking` or "
         "`thinking`, `none` switches it off and any other level on. Where the template has neither, a level has no effect, and "
-        "`none` is refused if the model reasons.\n\n"
+        "`none` is refused if the model reasons. `reasoning` is the same as OpenRouter's clients and Cline send it, `thinking` as "
+        "Anthropic's and GLM's do: `enabled` false, or `disabled`, is `none`, whatever else is said, and enabled without an effort "
+        "is `medium`. `exclude` true, or `display` `omitted`, leaves the reasoning out of the answer. `budget_tokens` changes "
+        "nothing.\n\n"
         "With `continue_final_message` the assistant's last message goes on, and no new one begins. The answer is what comes after "
         "it. `prediction` changes nothing, as it is a hint for speed alone. `verbosity` is refused. `chat_template` replaces the "
         "model's, on servers that were started with `--trust-request-chat-template`."
@@ -123,7 +126,7 @@ SAMPLING: Final = {
 TEMPLATE: Final = {"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}
 EXTENSIONS: Final = {
     "/v1/completions": SAMPLING | {"response_format", "max_completion_tokens"},
-    "/v1/chat/completions": SAMPLING | {"best_of", *TEMPLATE},
+    "/v1/chat/completions": SAMPLING | {"best_of", "reasoning", "thinking", *TEMPLATE},
     "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
     "/v1/responses": {"ignore_eos", "top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"}
     | {"chat_template_kwargs", "speculation"},

@@ -23,6 +23,8 @@ from enginery.errors import ConfigError
 from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.registry import Registry
 from enginery.serve.api.answer_parsers import Parsers
+from enginery.serve.schemas.body_decoding import decode_request
+from enginery.serve.schemas.chat import ChatRequest
 from enginery.text.template import ChatTemplate
 
 TEMPLATE = (
@@ -100,8 +102,11 @@ def reasoning_of(message):
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
         {"reasoning_effort": "none"},
         {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"extra_body": {"thinking": {"type": "disabled"}}},
+        {"extra_body": {"reasoning": {"enabled": False}}},
+        {"extra_body": {"reasoning": {"effort": "none", "exclude": False}}},
     ],
-    ids=["variable", "effort", "both"],
+    ids=["variable", "effort", "both", "glm", "openrouter", "cline"],
 )
 def test_thinking_is_switched_off_and_the_answer_is_read_as_one(client, given):
     message = client.chat(**given)
@@ -116,8 +121,10 @@ def test_thinking_is_switched_off_and_the_answer_is_read_as_one(client, given):
         {"reasoning_effort": "low"},
         {"reasoning_effort": "max"},
         {"extra_body": {"chat_template_kwargs": None, "reasoning_effort": None}},
+        {"extra_body": {"thinking": {"type": "enabled", "budget_tokens": 1024}}},
+        {"extra_body": {"reasoning": {"effort": "high", "enabled": True}}},
     ],
-    ids=["default", "variable", "low", "max", "null"],
+    ids=["default", "variable", "low", "max", "null", "anthropic", "openrouter"],
 )
 def test_thinking_that_is_on_is_read_as_reasoning(client, given):
     message = client.chat(**given)
@@ -131,6 +138,33 @@ def test_a_stream_is_read_in_the_same_way(client):
         told = {"content": "".join(delta.content or "" for delta in deltas)}
         told["reasoning_content"] = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
         assert [name for name, text in told.items() if text] == [field]
+
+
+@pytest.mark.parametrize(
+    "body", [{"reasoning": {"exclude": True}}, {"thinking": {"type": "enabled", "display": "omitted"}}], ids=str
+)
+def test_reasoning_is_left_out_of_the_answer_when_that_is_asked_for(client, body):
+    """As Cline does with GLM's models."""
+    message = client.chat(extra_body=body)
+    assert (message.content, reasoning_of(message)) == ("", None)
+    stream = client.openai.chat.completions.create(model="fake", messages=ASKED, stream=True, extra_body=body)
+    assert not any((chunk.choices[0].delta.model_extra or {}).get("reasoning_content") for chunk in stream if chunk.choices)
+
+
+@pytest.mark.parametrize(
+    ("body", "effort"),
+    [
+        ({}, None),
+        ({"reasoning": {"exclude": True}}, None),
+        ({"reasoning": {"enabled": True}}, "medium"),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "low"}, "low"),
+        ({"thinking": {"type": "adaptive"}, "reasoning": {"effort": "xhigh"}}, "xhigh"),
+        ({"reasoning": {"effort": "high", "enabled": False}}, "none"),
+    ],
+    ids=str,
+)
+def test_fields_about_reasoning_are_one_effort(body, effort):
+    assert decode_request(json.dumps({"messages": ASKED} | body).encode(), ChatRequest).effort == effort
 
 
 def test_responses_have_it_too(client):
@@ -204,7 +238,6 @@ def test_a_message_that_is_continued_within_its_reasoning_is_read_from_there(cli
             "send one of them",
         ),
         ({"reasoning_effort": "some"}, "reasoning_effort", "must be 'high' or 'low'"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "reasoning_effort"),
         ({"enable_thinking": False}, "enable_thinking", "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": 1 << 70}}, "chat_template_kwargs", "64 bits"),
     ],
@@ -213,7 +246,7 @@ def test_a_message_that_is_continued_within_its_reasoning_is_read_from_there(cli
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_what_cannot_be_honoured_is_refused_by_name(client, path, body, param, why):
     status, named, message = client.refusal(path, **body)
-    if path == "/tokenize" and param in ("reasoning", "enable_thinking"):
+    if path == "/tokenize" and param == "enable_thinking":
         why = ""
     assert (status, named) == (400, param)
     assert why in message

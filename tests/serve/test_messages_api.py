@@ -168,7 +168,7 @@ def test_thinking_and_effort_are_the_effort_of_reasoning(fields, effort):
     from enginery.serve.schemas.anthropic import MessagesRequest
     from enginery.serve.schemas.body_decoding import decode_request
 
-    assert decode_request(json.dumps(user("x") | fields).encode(), MessagesRequest).as_chat().reasoning_effort == effort
+    assert decode_request(json.dumps(user("x") | fields).encode(), MessagesRequest).as_chat().effort == effort
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,13 @@ async def chat(service: Service, http: Request) -> Response:
     asked = await read_request(http, ChatRequest)
     opened = await open_conversation(service, asked, "chatcmpl")
     heading = dataclasses.asdict(opened.heading)
-    layout = _Layout(tokenizer, with_logprobs=bool(asked.logprobs))
+    layout = _Layout(tokenizer, asked)
 
     def chunk(choices: list[replies.ChatChunkChoice], usage: replies.Usage | None) -> bytes:
         return event(replies.ChatChunk(**heading, choices=choices, usage=usage))
 
     if asked.stream:
-        options = asked.stream_options or StreamOptions()
-        chunks = ChunkLayout(part=layout.part, chunk=chunk, tally=opened.tally, options=options)
+        chunks = ChunkLayout(part=layout.part, chunk=chunk, tally=opened.tally, options=asked.stream_options or StreamOptions())
         return await EventStream.start(http, stream_events(opened.deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
     reply = replies.ChatReply(
@@ -69,13 +68,13 @@ def calls_of(events: Sequence[ParserEvent], *, in_chunk: bool) -> list[replies.C
 class _Layout:
     """Writes an answer as one of OpenAI's messages, or as its chunks."""
 
-    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: ChatRequest) -> None:
         self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
+        self._with_logprobs, self._shows_reasoning = bool(asked.logprobs), asked.shows_reasoning
 
     def whole(self, choice: Collected) -> replies.ChatChoice:
         """The finished message. Its content is null where there are calls only."""
-        content, reasoning = texts_of(choice.events, ContentText), texts_of(choice.events, ReasoningText)
+        content, reasoning = texts_of(choice.events, ContentText), self._reasoning(choice.events)
         calls = calls_of(choice.events, in_chunk=False)
         message = replies.AssistantMessage(
             content=None if calls and not content else content,
@@ -91,13 +90,16 @@ class _Layout:
         if not delta.is_first:
             words = replies.Delta(
                 content=texts_of(delta.events, ContentText) or None,
-                reasoning_content=texts_of(delta.events, ReasoningText) or None,
+                reasoning_content=self._reasoning(delta.events) or None,
                 tool_calls=calls_of(delta.events, in_chunk=True) or None,
             )
         if not (delta.finish_reason or (self._with_logprobs and delta.logprobs)) and words == replies.Delta():
             return None
         logprobs = None if delta.is_first else self._logprobs(delta.logprobs)
         return replies.ChatChunkChoice(index=delta.job.index, delta=words, logprobs=logprobs, finish_reason=delta.finish_reason)
+
+    def _reasoning(self, events: Sequence[ParserEvent]) -> str:
+        return texts_of(events, ReasoningText) if self._shows_reasoning else ""
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> replies.ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, found) if self._with_logprobs else None

@@ -30,7 +30,7 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     if asked.chat_template is not None and not trusts_templates:
         why = "templates of requests are not trusted here; the operator may allow them with --trust-request-chat-template"
         raise RequestError(f"'chat_template' is not accepted: {why}", param="chat_template")
-    variables, effort = dict(asked.chat_template_kwargs or {}), asked.reasoning_effort
+    variables, effort = dict(asked.chat_template_kwargs or {}), asked.effort
     switches = {} if effort is None else _switches_of(effort, variables)
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}

@@ -102,17 +102,6 @@ class AnthropicMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     user_id: str | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """disabled is a `reasoning_effort` of none, adaptive leaves it to the model.
-
-    budget_tokens: without effect; `max_tokens` bounds the whole answer. display: omitted leaves the text of thinking out.
-    """
-
-    type: Literal["adaptive", "enabled", "disabled"]
-    budget_tokens: Int | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
 class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The answer follows this JSON schema."""
 
@@ -121,7 +110,7 @@ class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the answer must be. effort: the `reasoning_effort`; medium where thinking is enabled and nothing is said."""
+    """What the answer must be. effort: the `reasoning_effort`."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -178,7 +167,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[AnthropicTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: chat.Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
@@ -199,7 +188,8 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             tool_choice=named or words[choice.type],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=_response_format(self.output_config),
-            reasoning_effort=_effort(self.thinking, self.output_config),
+            reasoning_effort=(self.output_config or OutputConfig()).effort,
+            thinking=self.thinking,
             continue_final_message=_is_begun(messages) or None,
         )
 
@@ -227,13 +217,6 @@ def _is_begun(messages: Sequence[chat.ChatMessage]) -> bool:
     """Whether the answer goes on with the last message, as Anthropic's does: it is the assistant's, and has text and no calls."""
     final = messages[-1]
     return final.role == "assistant" and bool(final.content) and not final.tool_calls
-
-
-def _effort(thinking: Thinking | None, asked: OutputConfig | None) -> chat.Effort | None:
-    if thinking is not None and thinking.type == "disabled":
-        return "none"
-    default: chat.Effort | None = "medium" if thinking is not None and thinking.type == "enabled" else None
-    return (asked and asked.effort) or default
 
 
 def _response_format(asked: OutputConfig | None) -> ResponseFormat | None:

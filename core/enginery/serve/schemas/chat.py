@@ -9,7 +9,7 @@ import msgspec
 from enginery.contracts.request import MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
 from enginery.serve.schemas.body_decoding import too_much
-from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, CommonRequest, Id
+from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, CommonRequest, Id, Int
 
 MAX_TOOLS: Final = 256
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -146,6 +146,22 @@ Choice = Literal["auto", "none", "required"] | ToolChoice | AllowedTools
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As Anthropic's and GLM's clients send it. budget_tokens: without effect. display: omitted leaves the text of thinking out."""
+
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: Int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The same as OpenRouter's clients send it. exclude: the text of thinking is left out."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the client expects of the answer. Without effect: guesses are the drafter's."""
 
@@ -163,9 +179,23 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        """What all fields that are about reasoning come to; medium where it is enabled and nothing else is said."""
+        thinking, reasoning = self.thinking and self.thinking.type, self.reasoning or Reasoning()
+        if thinking == "disabled" or reasoning.enabled is False:
+            return "none"
+        return self.reasoning_effort or reasoning.effort or ("medium" if thinking == "enabled" or reasoning.enabled else None)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return not (self.reasoning and self.reasoning.exclude) and (self.thinking is None or self.thinking.display != "omitted")

@@ -126,10 +126,9 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
 
 
 UNSUPPORTED: Final = {
-    **dict.fromkeys(("chat_template", "reasoning_effort"), "it is a field of /v1/chat/completions"),
+    **dict.fromkeys(("chat_template", "reasoning_effort", "reasoning", "thinking"), "it is a field of /v1/chat/completions"),
     **dict.fromkeys(("audio", "modalities"), "only text can be generated"),
     **dict.fromkeys(("web_search_options", "max_tool_calls", "mcp_servers", "container"), "there are no tools on the server"),
-    **dict.fromkeys(("reasoning", "thinking"), "send reasoning_effort, or chat_template_kwargs with the template's variables"),
     **dict.fromkeys(("previous_response_id", "conversation"), "conversations are not stored; send the whole one as input"),
     "store": "nothing is stored; leave it out, and send whole conversations",
     "background": "answers are not stored; leave it out, and wait for the answer or stream it",

@@ -190,7 +190,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             response_format=_response_format(self.output_config),
             reasoning_effort=(self.output_config or OutputConfig()).effort,
             thinking=self.thinking,
-            continue_final_message=_is_begun(messages) or None,
+            continue_final_message=_is_begun(messages),
         )
 
 

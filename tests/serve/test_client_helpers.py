@@ -318,6 +318,8 @@ asked["messages"] = [{"role": "user", "content": "x"}]
 whole = litellm.completion(**asked, temperature=0).choices[0].message.content
 parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**asked, temperature=0, stream=True)]
 called = litellm.completion(**asked, tools=[tool], tool_choice="required").choices[0]
+turns = [*asked["messages"], called.message, {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "1"}]
+litellm.completion(**asked | {"model": "hosted_vllm/noise", "messages": turns}, tools=[tool], tool_choice="none")
 schema = {"type": "json_schema", "json_schema": {"name": "tell", "schema": tool["function"]["parameters"]}}
 formatted = litellm.completion(**asked, response_format=schema).choices[0].message.content
 arguments = called.message.tool_calls[0].function.arguments

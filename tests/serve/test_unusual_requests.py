@@ -29,6 +29,7 @@ CACHED = {"type": "ephemeral", "ttl": "5m"}
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": CACHED}]}]},
         {"messages": [{**USER, "cache_control": {"type": "ephemeral"}}]},
         {"messages": [USER, {"role": "assistant", "content": "y", "annotations": [], "refusal": None}, USER]},
+        {"messages": [USER, {"role": "assistant", "content": "y", "provider_specific_fields": {"refusal": None}}, USER]},
     ],
     ids=str,
 )

@@ -50,7 +50,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message; its text parts are put together, one to a line.
 
-    reasoning: another name of reasoning_content. annotations: of an answer that has none. parsed: of OpenAI's client, no effect.
+    reasoning: another name of reasoning_content. annotations: of one that has none. parsed, provider_specific_fields: no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -62,6 +62,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reasoning: str | None = None
     annotations: Annotated[list[object], msgspec.Meta(max_length=0)] | None = None
     parsed: object = None
+    provider_specific_fields: object = None
     cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, object]:

@@ -124,10 +124,12 @@ def test_a_stream_builds_the_same_response(with_server):
         assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
         last = events[-1]
         assert last["type"] == "response.completed"
-        checked(last["response"])
+        assert last["response"]["completed_at"] >= last["response"]["created_at"] > 0
+        assert checked(last["response"]).completed_at == last["response"]["completed_at"]
+        assert [event["response"]["completed_at"] for event in events[:2]] == [None, None]
 
         def without_ids(value):
-            ids = ("id", "item_id", "call_id", "created_at")
+            ids = ("id", "item_id", "call_id", "created_at", "completed_at")
             if isinstance(value, dict):
                 return {name: without_ids(inner) for name, inner in value.items() if name not in ids}
             return [without_ids(inner) for inner in value] if isinstance(value, list) else value
@@ -168,8 +170,32 @@ def test_a_cut_call_makes_the_response_incomplete(with_server, parallel):
         )
         for response in (checked(whole), checked(last["response"])):
             assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert response.completed_at is None
             call = response.output[-1]
             assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"a":')
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_call_that_a_stop_string_cuts_is_incomplete(with_server):
+    """It was told as completed, so that agents would run it with the arguments that there were."""
+
+    async def scenario(live):
+        body = {"input": "before " + CALL, "tools": [ADD], "stop": ["日"]}
+        whole = (await live.post("/v1/responses", **body)).json()
+        *_, done, last = await live.named_events("/v1/responses", **body)
+        assert (done["item"]["type"], done["item"]["status"], last["type"]) == (
+            "function_call",
+            "incomplete",
+            "response.incomplete",
+        )
+        for response in (checked(whole), checked(last["response"])):
+            assert (response.status, response.incomplete_details.reason, response.completed_at) == ("incomplete", None, None)
+            assert [item.status for item in response.output] == ["completed", "incomplete"]
+            assert response.output[-1].arguments == '{"a": "1 '
+        for stop in ("before", " after"):  # outside of a call
+            response = checked((await live.post("/v1/responses", **body | {"input": ASKED, "stop": [stop]})).json())
+            assert (response.status, response.incomplete_details) == ("completed", None)
 
     with_server(scenario, parsers=PARSERS)
 

@@ -28,13 +28,14 @@ class Change(StrEnum):
 
 @dataclass(kw_only=True)
 class Block:
-    """One block as it grows. text, logprobs: so far; the text of a call is its arguments. call_id, name: only of a call."""
+    """One block as it grows. text, status, logprobs: so far; a call's text is its arguments. call_id, name: only of a call."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
     text: str = ""
+    status: str = "in_progress"
     logprobs: list[ChatLogprob] = field(default_factory=list)
 
 
@@ -65,10 +66,11 @@ class Blocks:
             self._open.text += text
             yield Change.ADD, self._open, text
 
-    def finish(self) -> Iterator[tuple[Change, Block, str]]:
-        """Close the block that is open, if any."""
+    def finish(self, status: str = "completed") -> Iterator[tuple[Change, Block, str]]:
+        """Close the block that is open, if any, with this status."""
         if self._open is not None:
             block, self._open = self._open, None
+            block.status = status
             self.done.append(block)
             yield Change.CLOSE, block, ""
 

@@ -81,8 +81,7 @@ class _Layout:
     def whole(self, choice: Collected, usage: Usage) -> dict[str, object]:
         """The body of an answer that is not streamed."""
         for changes in (self._blocks.feed(choice.events), self._blocks.finish()):
-            for _ in changes:
-                pass
+            list(changes)
         content = [self._content(block) for block in self._blocks.done]
         return _message(self._opened, content=content, **_end(choice), usage=_usage(usage), **self._management)
 

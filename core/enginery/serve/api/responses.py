@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.contracts.parsers import ToolCallEnded
 from enginery.contracts.request import TokenLogprob
 from enginery.serve.api.answer_blocks import Block, BlockKind, Blocks, Change
 from enginery.serve.api.choices import ChoiceDelta, stream_events
@@ -58,7 +60,7 @@ class _Layout:
         self._params, self._tokenizer = opened.jobs[0].request.params, tokenizer
         self._blocks, self._logprobs = Blocks(), list[TokenLogprob]()
         self._ids: dict[int, str] = {}
-        self._status, self._num_events = "completed", 0
+        self._status, self._why_cut, self._num_events = "completed", dict[str, str](), 0
 
     def event(self, kind: str, **content: object) -> bytes:
         """One event with its type and its number."""
@@ -81,8 +83,8 @@ class _Layout:
 
     def end(self) -> Iterator[bytes]:
         """The events at the end: of the last item, and of the whole response."""
-        for change, block, text in self._blocks.finish():
-            yield from self._told(change, block, text, [], status=self._status)
+        for change in self._blocks.finish(self._status):
+            yield from self._told(*change, [])
         yield self.event(f"response.{self._status}", response=self.response(self._status, usage=self.tally.usage()))
 
     async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, object]:
@@ -91,12 +93,16 @@ class _Layout:
             async for delta in deltas:
                 self.tally.add(delta)
                 list(self._taken(delta))
-        list(self._blocks.finish())
+        list(self._blocks.finish(self._status))
         return self.response(self._status, usage=self.tally.usage())
 
     def _taken(self, delta: ChoiceDelta) -> Iterator[tuple[Change, Block, str, _Logprobs]]:
         """What it adds to the items, and the log-probabilities of each text."""
-        self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+        if delta.finish_reason == "length":
+            self._status, self._why_cut = "incomplete", {"reason": "max_output_tokens"}
+        match delta.events:
+            case [*_, ToolCallEnded(complete=False)] if delta.stopped_by is not None:
+                self._status = "incomplete"  # OpenAI's reasons have no name for a stop string
         self._logprobs += delta.logprobs
         for change, block, text in self._blocks.feed(delta.events):
             if change is Change.OPEN:
@@ -112,12 +118,13 @@ class _Layout:
             "id": self._heading.id,
             "object": "response",
             "created_at": self._heading.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "model": self._heading.model,
             "status": status,
-            "output": [self._item(block, _block_status(block, self._blocks.done, status)) for block in self._blocks.done],
+            "output": [self._item(block) for block in self._blocks.done],
             "usage": None if usage is None else _usage(usage),
             "error": None if error is None else {"code": "server_error", "message": error.message},
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._why_cut if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "temperature": self._params.temperature,
@@ -135,7 +142,7 @@ class _Layout:
             "previous_response_id": None,
         }
 
-    def _told(self, change: Change, block: Block, text: str, added: _Logprobs, *, status: str = "completed") -> Iterator[bytes]:
+    def _told(self, change: Change, block: Block, text: str, added: _Logprobs) -> Iterator[bytes]:
         kind = _DELTAS[block.kind]
         at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": block.index}
         if block.kind is not BlockKind.CALL:
@@ -144,7 +151,7 @@ class _Layout:
         words: dict[str, object] = {"logprobs": logprobs} if block.kind is BlockKind.TEXT else {}
         match change:
             case Change.OPEN:
-                yield self.event("response.output_item.added", output_index=block.index, item=self._item(block, "in_progress"))
+                yield self.event("response.output_item.added", output_index=block.index, item=self._item(block))
                 if block.kind is not BlockKind.CALL:
                     yield self.event("response.content_part.added", **at, part=_part(block))
             case Change.ADD:
@@ -154,11 +161,11 @@ class _Layout:
                 yield self.event(f"{kind}.done", **at, **whole, **words)
                 if block.kind is not BlockKind.CALL:
                     yield self.event("response.content_part.done", **at, part=_part(block))
-                yield self.event("response.output_item.done", output_index=block.index, item=self._item(block, status))
+                yield self.event("response.output_item.done", output_index=block.index, item=self._item(block))
 
-    def _item(self, block: Block, status: str) -> dict[str, object]:
-        item: dict[str, object] = {"id": self._ids[block.index], "status": status}
-        parts = [] if status == "in_progress" else [_part(block)]
+    def _item(self, block: Block) -> dict[str, object]:
+        item: dict[str, object] = {"id": self._ids[block.index], "status": block.status}
+        parts = [] if block.status == "in_progress" else [_part(block)]
         match block.kind:
             case BlockKind.TEXT:
                 return item | {"type": "message", "role": "assistant", "content": parts}
@@ -172,11 +179,6 @@ def _part(block: Block) -> dict[str, object]:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
-
-
-def _block_status(block: Block, done: list[Block], status: str) -> str:
-    """The last item of an incomplete response is incomplete."""
-    return "incomplete" if status == "incomplete" and block is done[-1] else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, object]:

@@ -239,6 +239,7 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     model: str
     status: Literal["completed", "incomplete"]
     output: list[MessageItem | ReasoningItem | CallItem]

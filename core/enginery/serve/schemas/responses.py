@@ -18,11 +18,10 @@ NAMES: Final = {
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }  # of fields that errors name as /v1/chat/completions does
-_SAME: Final = (
-    *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
-    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "cache_salt", "priority", "chat_template_kwargs"),
-    "speculation",
-)
+_SAMPLING: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos"),
+    *("stream", "cache_salt", "priority", "speculation"),
+)  # fields that chats have too
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,26 +100,46 @@ class Obfuscation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/responses. store is false whether it is sent or not. client_metadata, access_programs: of Codex; no effect."""
+class InputTokensRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/responses/input_tokens: the fields of /v1/responses that make the prompt, and those without effect."""
 
     input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
+    tool_choice: _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    def as_chat(self) -> chat.ChatRequest:
+        """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
+        messages = [] if self.instructions is None else [chat.ChatMessage(role="developer", content=self.instructions)]
+        messages += _messages([InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
+        return chat.ChatRequest(
+            model=self.model,
+            messages=messages,
+            tools=[chat.FunctionTool(type="function", function=tool) for tool in self.tools or ()],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_response_format(self.text),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class ResponsesRequest(InputTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/responses. store is false whether it is sent or not. client_metadata, access_programs: of Codex; no effect."""
+
     max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     stream_options: Obfuscation | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
-    tool_choice: _Choice | None = None
-    parallel_tool_calls: bool | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     client_metadata: dict[str, str] | None = None
     access_programs: dict[str, str] | None = None
@@ -135,39 +154,14 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     speculation: bool | None = None
 
     def as_chat(self) -> chat.ChatRequest:
-        """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
-        messages = [] if self.instructions is None else [chat.ChatMessage(role="developer", content=self.instructions)]
-        messages += _messages([InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
-        return chat.ChatRequest(
-            messages=messages,
-            tools=[chat.FunctionTool(type="function", function=tool) for tool in self.tools or ()],
-            tool_choice=_choice(self.tool_choice),
-            response_format=_response_format(self.text),
+        """The same conversation as a body of /v1/chat/completions, with how to sample. Raises `RequestError`."""
+        return msgspec.structs.replace(
+            super().as_chat(),
             max_completion_tokens=self.max_output_tokens,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
             logprobs=bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
             top_logprobs=self.top_logprobs,
-            **{name: getattr(self, name) for name in _SAME},
+            **{name: getattr(self, name) for name in _SAMPLING},
         )
-
-
-class InputTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/responses/input_tokens: those fields of /v1/responses that make the prompt."""
-
-    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: str | None = None
-    instructions: str | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
-    tool_choice: _Choice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    truncation: Literal["disabled"] | None = None
-
-    def as_chat(self) -> chat.ChatRequest:
-        """The conversation that /v1/responses would make of the same fields. Raises `RequestError`."""
-        return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__}).as_chat()
 
 
 def _choice(asked: _Choice | None) -> chat.Choice | None:

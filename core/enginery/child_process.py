@@ -1,11 +1,15 @@
-"""A process and the one that started it: frames between them, how it ends with the other, and how its end is told."""
+"""A process and the one that started it: frames between them, how it ends with the other, what it leaves, how its end is told."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -29,6 +33,14 @@ def read_frame(pipe: IO[bytes]) -> bytes | None:
     """What the other wrote by `write_frame`; None when it has closed the pipe, or ended."""
     size = pipe.read(8)
     return pipe.read(int.from_bytes(size, "big")) if len(size) == 8 else None
+
+
+def remove_left_folders() -> None:
+    """Those of ranks' sockets whose engine was killed: nobody holds them (`HostWires`)."""
+    for socket in Path(tempfile.gettempdir()).glob("enginery-*/reports"):
+        with contextlib.suppress(OSError), (socket.parent / "held").open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(socket.parent)
 
 
 def how_it_ended(code: int) -> str:

@@ -1,9 +1,13 @@
-"""The folder of an engine's ranks stays when all of its processes are killed; a later engine removes it, and no other's."""
+"""The folder of an engine's ranks stays when all of its processes are killed; its server or a later engine removes it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from enginery.engine.ranks.wires import HostWires
 HostWires().bind(zmq.PULL, "reports")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-LONG_AGO_S = 1_700_000_000
+LOADING = ("serve", "--port", "0", "--tp", "2", "--device", "cpu", "--num-threads", "1", "--num-pages", "64")
 
 
 @pytest.fixture
@@ -40,17 +44,21 @@ def engine_that_was_killed(temporary: Path) -> Path:
 
 
 def test_what_a_killed_engine_left_is_removed_by_the_next(temporary: Path) -> None:
-    left = engine_that_was_killed(temporary)
-    os.utime(left, (LONG_AGO_S, LONG_AGO_S))
+    assert engine_that_was_killed(temporary).is_socket()
     HostWires().close()
     assert list(temporary.iterdir()) == []
 
 
-def test_what_was_made_just_now_stays(temporary: Path) -> None:
-    """It may be bound and not listen yet."""
-    left = engine_that_was_killed(temporary)
-    HostWires().close()
-    assert left.is_socket()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_stopped_while_its_ranks_load_leaves_nothing(temporary: Path, number: int) -> None:
+    """Its engine cannot be asked to end then, and is killed."""
+    process = subprocess.Popen([sys.executable, "-m", "enginery", *LOADING], stderr=subprocess.PIPE, start_new_session=True)
+    with process:
+        while not any(temporary.glob("enginery-*/reports")):
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+    assert (process.returncode, list(temporary.glob("enginery-*"))) == (0, [])
 
 
 def test_folders_of_engines_that_live_and_of_others_stay(temporary: Path) -> None:
@@ -59,9 +67,8 @@ def test_folders_of_engines_that_live_and_of_others_stay(temporary: Path) -> Non
     other = temporary / "enginery-mine" / "reports"
     other.parent.mkdir()
     other.write_text("a file that somebody wrote")
-    for path in (Path(address.removeprefix("ipc://")), other):
-        os.utime(path, (LONG_AGO_S, LONG_AGO_S))
     HostWires().close()
+    assert Path(address.removeprefix("ipc://")).is_socket()
     assert len(list(temporary.iterdir())) == 2
     alive.close()
     assert other.read_text()

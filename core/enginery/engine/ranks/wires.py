@@ -8,18 +8,17 @@ Ports but the one where ranks join are any that are free: the boot frame tells t
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import fcntl
 import shutil
 import socket
 import tempfile
-import time
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from enginery.child_process import remove_left_folders
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec
 from enginery.engine.ranks.join import host_and_port
@@ -32,7 +31,7 @@ _EVERYWHERE: Final = ("*", "0.0.0.0")
 
 
 class HostWires:
-    """On this host: nobody else can enter the folder.
+    """On this host: nobody else can enter the folder. Who finds it not held any more removes it.
 
     host: address at which tensors are exchanged. address: where ranks join, with this key; empty: they are started here.
     """
@@ -40,8 +39,10 @@ class HostWires:
     host, address, key = LOOPBACK, "", ""
 
     def __init__(self) -> None:
-        _remove_left_folders()
+        remove_left_folders()
         self._folder = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
+        self._held = (self._folder / "held").open("w")  # by this process to its end, from before there is a socket
+        fcntl.flock(self._held, fcntl.LOCK_EX)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
@@ -68,6 +69,7 @@ class HostWires:
         """When no socket is used any more."""
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.close()
 
 
 class TcpWires:
@@ -135,16 +137,6 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
         raise ConfigError("--listen without --rank-key-file lets nobody in; engine rank --new-key FILE makes a key")
     key = RankKey.new() if asked.rank_key_file is None else RankKey.read(asked.rank_key_file)
     return TcpWires(executor.listen(asked.listen), key, deadline_s=asked.step_deadline, replica=asked.dp_rank)
-
-
-def _remove_left_folders() -> None:
-    """Those of engines that were killed: at a socket that was not made just now, nobody listens."""
-    for link in Path(tempfile.gettempdir()).glob("enginery-*/reports"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
-            may_be_left = link.is_socket() and time.time() - link.stat().st_mtime > 60
-            if may_be_left and probe.connect_ex(str(link)) == errno.ECONNREFUSED:
-                shutil.rmtree(link.parent, ignore_errors=True)
 
 
 def _place(address: str) -> tuple[str, int]:

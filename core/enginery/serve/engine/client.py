@@ -20,6 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from enginery.child_process import remove_left_folders
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import RequestOutput
@@ -202,6 +203,7 @@ class EngineClient:
         self.child.close()
         self._link.context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
+        remove_left_folders()
 
     async def _listen(self) -> None:
         await self._link.poll()  # it has connected, and nobody else has to

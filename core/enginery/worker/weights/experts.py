@@ -93,11 +93,10 @@ class ExpertStacks:
             for expert in self.own
             for name, rows, own in self._gates(inner)
         ]
-        for place in range(shape.joined):
-            for name in ("gate_proj", "up_proj"):
-                module, whole = f"{self.prefix}{shape.names.shared}.{name}", (shape.joined * shape.inner, shape.hidden)
-                slices.append(self.matrices.matrix(module, whole, (place * shape.inner + start, length), columns))
-        return slices
+        modules = [f"{self.prefix}{shape.names.shared}.{name}" for name in ("gate_proj", "up_proj")]
+        whole = (shape.joined * shape.inner, shape.hidden)
+        starts = [place * shape.inner + start for place in range(shape.joined)]
+        return slices + [self.matrices.matrix(module, whole, (at, length), columns) for at in starts for module in modules]
 
     def _down_columns(self, inner: Range) -> list[Slice]:
         shape, rows = self.shape, (0, self.shape.hidden)
@@ -105,9 +104,8 @@ class ExpertStacks:
         whole = (shape.hidden, shape.inner)
         slices = [self.matrices.matrix(name, whole, rows, inner, turned=shape.turned) for name in names]
         module, whole = f"{self.prefix}{shape.names.shared}.down_proj", (shape.hidden, shape.joined * shape.inner)
-        for place in range(shape.joined):
-            slices.append(self.matrices.matrix(module, whole, rows, (place * shape.inner + inner[0], inner[1])))
-        return slices
+        starts = [place * shape.inner + inner[0] for place in range(shape.joined)]
+        return slices + [self.matrices.matrix(module, whole, rows, (start, inner[1])) for start in starts]
 
     def _biases(self, inner: Range) -> ExpertBiases | None:
         shape, store = self.shape, self.matrices.store

@@ -25,7 +25,7 @@ def serve(
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's and Anthropic's APIs."""
-    from enginery.cli.serve_checks import check_before_start
+    from enginery.cli.serve_checks import check_before_start, check_ranks
 
     checked = settings()  # first: a port that is taken is told before what takes seconds to import
     if named is not None:
@@ -38,4 +38,5 @@ def serve(
         from enginery.serve.server import serve as run
 
         registry = registry_for(options)
+        check_ranks(options, registry)
         run(options, registry, checked, display)

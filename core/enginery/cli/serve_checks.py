@@ -1,18 +1,24 @@
-"""What `engine serve` refuses before it starts a process: wrong options, ports that overlap, and replicas that do not fit here."""
+"""What `engine serve` refuses before it starts a process: wrong options, ports that overlap, what does not fit here."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.host_memory import available_host_bytes
 from enginery.config.resolve import check
 from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError
+from enginery.plugin.boundary import described
+from enginery.plugin.registry import Registry
+from enginery.worker.weights.shares import stage_of
 
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
 _PROCESS_BYTES: Final = 256 << 20  # of an engine's process without a model: torch is most of it
@@ -31,6 +37,16 @@ def check_before_start(options: EngineOptions, *, host: str, port: int, dp: int)
             raise ConfigError(f"{one} and {other} both take {_span(both)}; {other.moved(one, taken)}")
     for each in own:  # HTTP's was looked at before
         each.check_free()
+
+
+def check_ranks(options: EngineOptions, registry: Registry) -> None:
+    """What the model, if its folder is here, refuses of --tp and --pp: ranks say so half a minute later. Raises `EnginError`."""
+    model = registry.default_checkpoint().name if options.model is None else options.model
+    is_here = os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None
+    if options.num_ranks > 1 and is_here:
+        config = read_config(folder := find_folder(model, registry, revision=options.revision))
+        facts = described(registry.find_model(config)[0], config, f"the model in {folder}")
+        stage_of(facts, ParallelFacts(tensor_size=options.tp, num_lanes=options.dp_attention, num_stages=options.pp))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from enginery.cli import serve_checks
 from enginery.cli.main import build_app
-from enginery.cli.serve_checks import check_before_start
+from enginery.cli.serve_checks import check_before_start, check_ranks
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
@@ -34,6 +34,31 @@ def test_the_command_looks_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> 
     result = CliRunner().invoke(build_app(), ["serve", "--no-plugins", *given])
     assert isinstance(result.exception, ConfigError)
     assert "both take port 5558; write --kv-events-replay tcp://*:5559" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--pp", "20"], "20 pipeline stages cannot share 9 decoder layers; --pp may be 9 at the most"),
+        (["--tp", "3"], "the attention's query heads: 4, which 3 ranks cannot share; 2 or 4 ranks can"),
+        (["--pp", "9", "--tp", "2"], "it has begun"),
+    ],
+)
+def test_ranks_that_the_model_refuses_are_not_started(monkeypatch: pytest.MonkeyPatch, given: list[str], told: str) -> None:
+    """Each imports torch first, which takes many of them half a minute."""
+
+    def begin(*_: object) -> None:
+        raise ConfigError("it has begun")
+
+    monkeypatch.setattr("enginery.cli.serve.in_background", lambda note: contextlib.nullcontext())
+    monkeypatch.setattr("enginery.serve.server.serve", begin)
+    result = CliRunner().invoke(build_app(), ["serve", "--port", "0", *given])
+    assert str(result.exception) == told
+
+
+def test_of_a_model_that_is_not_here_nothing_is_asked() -> None:
+    """It is downloaded first, which the server shows."""
+    check_ranks(EngineOptions(model="owner/name", pp=20), Registry.load(no_plugins=True))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -216,6 +217,30 @@ def test_a_slash_too_many_is_no_way_round_a_proxy(shared_server):
     response = shared_server("/v1/completions/", {"prompt": "hi"})
     assert response.status_code == 404  # a redirect would name this server's own scheme and take the key there
     assert "did you mean /v1/completions" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["messages", "responses", "chat/completions"])
+def test_a_path_that_the_client_wrote_twice_is_told_first(shared_server, path):
+    """The longer paths below it, as /v1/messages/count_tokens, were offered in its place."""
+    message = shared_server(f"/v1/v1/{path}", {}).json()["error"]["message"]
+    assert re.fullmatch(rf"there is no path /v1/v1/{path} here; did you mean /v1/{path}( or \S+)*\?", message)
+
+
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [(b"a\\ud83d", r"\ud83d"), (b"\\uDE00b", r"\uDE00"), (b"\\ud83d\\ud83d\\ude00", r"\ud83d"), (b"\\ud83d\\n", r"\ud83d")],
+)
+@pytest.mark.parametrize("end", [b'"}', b'", "max_tokens": 3}'])
+def test_half_a_character_is_named(shared_server, text, half, end):
+    """Where it stood near the end of the body, that was said to be truncated."""
+    response = shared_server("/v1/completions", b'{"prompt": "' + text + end)
+    told = f"the body is not JSON: {half} is half of a character, as where a text was cut; leave it out"
+    assert (response.status_code, response.json()["error"]["message"]) == (400, told)
+
+
+def test_whole_characters_and_what_only_looks_like_half_of_one_are_fine(shared_server):
+    assert shared_server("/v1/completions", b'{"prompt": "\\ud83d\\ude00 \\\\ud83d", "max_tokens": 1}').status_code == 200
+    assert "truncated" in shared_server("/v1/completions", b'{"prompt": "\\ud83d\\ude00').json()["error"]["message"]
 
 
 def test_after_all_that_a_good_request_is_answered(shared_server):

@@ -26,7 +26,7 @@ def known_names(known: Iterable[str]) -> str:
 def _edits(name: str, known: str) -> int | None:
     """Letters to add and to take away; None where nobody writes `name` for `known`.
 
-    `name` may be the beginning of `known`, have some of its words, or have more words or letters. Otherwise at most two letters may
+    `name` may be the beginning of `known`, have its words or some, or have more words or letters. Otherwise at most two letters may
     differ, or one in twelve of both names: GemmaForCausalLM is not LlamaForCausalLM, though they share a long end. Names with
     different numbers are never close.
     """
@@ -36,7 +36,7 @@ def _edits(name: str, known: str) -> int | None:
     words, meant_words = set(_WORD.findall(given)), set(_WORD.findall(meant))
     alike = sum(map(attrgetter("size"), SequenceMatcher(None, given, meant, autojunk=False).get_matching_blocks()))
     edits = letters - 2 * alike
-    is_part = len(name) >= _BEGINNING and (meant.startswith(given) or words < meant_words)
+    is_part = len(name) >= _BEGINNING and (meant.startswith(given) or words <= meant_words)
     has_more = set() < meant_words < words or (given.startswith(meant) and 2 * len(name) <= 3 * len(known))
     is_slip = 1 < alike >= edits <= max(2, letters // 12) and _digits(name) == _digits(known)
     return edits if is_part or has_more or is_slip else None

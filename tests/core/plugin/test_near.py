@@ -27,6 +27,7 @@ FAMILIES = ["LlamaForCausalLM", "EchoForCausalLM", "MistralForCausalLM", "Qwen2F
         ("--batch-tokens", "--max-batch-tokens"),
         ("max_new_tokens", "max_tokens"),
         ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),  # Anthropic's client, given a URL that ends in /v1
     ],
 )
 def test_what_is_nearly_right_is_offered(name: str, known: str) -> None:

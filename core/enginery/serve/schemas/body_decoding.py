@@ -34,6 +34,7 @@ _PARTS: Final[_Parts] = {  # what has fields below a field, by names; schemas, a
     "response_format": {"json_schema": {}},
 }
 _ONLY_DIGITS: Final = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
+_HALF: Final = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w")
 _TEXT: Final = re.compile(rb'"[^"]*+"?')
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `((?!.*` - at `\$).*)`", re.DOTALL)  # of the body itself
 _UNKNOWN_WITHIN: Final = re.compile(r"^Object contains unknown field `(\w+)` - at ")
@@ -56,7 +57,9 @@ def decode_request(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
     except msgspec.ValidationError as error:
         raise _refusal(_shortened(str(error)), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+        half = _HALF.search(body)  # msgspec says then that the body is truncated, or where the pair ends
+        why = f"{half[0].decode()} is half of a character, as where a text was cut; leave it out" if half else error
+        raise RequestError(f"the body is not JSON: {why}") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
 
@@ -120,17 +123,14 @@ def _without_nulls(body: bytes | bytearray) -> bytes:
 def _pruned(value: msgspec.Raw, parts: _Parts) -> msgspec.Raw:
     """An object, or each of a list, without its fields that are null, and so below. parts: what is below, by the fields' names."""
     with contextlib.suppress(msgspec.ValidationError):
-        fields = _given(msgspec.json.decode(value, type=dict[str, msgspec.Raw]))
+        every = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+        fields = {name: raw for name, raw in every.items() if len(memoryview(raw)) != 4 or bytes(raw) != b"null"}
         fields |= {name: _pruned(fields[name], parts[name]) for name in fields.keys() & parts.keys()}
         return msgspec.Raw(msgspec.json.encode(fields))
     with contextlib.suppress(msgspec.ValidationError):
         items = msgspec.json.decode(value, type=list[dict[str, msgspec.Raw]])
         return msgspec.Raw(msgspec.json.encode([_pruned(msgspec.Raw(msgspec.json.encode(item)), parts) for item in items]))
     return value
-
-
-def _given(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    return {name: value for name, value in fields.items() if len(memoryview(value)) != 4 or bytes(value) != b"null"}
 
 
 def _refuse_long_numbers(request: msgspec.Struct) -> None:

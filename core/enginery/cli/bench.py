@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -21,6 +21,9 @@ from enginery.errors import ConfigError
 bench_app = typer.Typer(no_args_is_help=True, help="Measure how fast this machine runs a model.")
 
 _Repeats = Annotated[int, typer.Option(min=1, help="Passes that count, after one that does not.")]
+_MODEL: Final = typer.Argument(
+    metavar="MODEL", help="A shape or workload of engine bench offline, or any model.", autocompletion=completion.bench_models
+)
 
 
 @bench_app.command()
@@ -68,14 +71,7 @@ def offline(
 def latency(
     options: EngineOptions,
     *,
-    named: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A shape or workload of engine bench offline, or any model.",
-            autocompletion=completion.bench_models,
-        ),
-    ],
+    named: Annotated[str, _MODEL],
     input_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the workload's, or 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=1, help="Tokens to generate; the workload's, or 128.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Repeatable.")] = None,
@@ -125,14 +121,7 @@ def serve(
     load: LoadFlags,
     options: EngineOptions,
     *,
-    named: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A shape or workload of engine bench offline, or any model.",
-            autocompletion=completion.bench_models,
-        ),
-    ] = None,
+    named: Annotated[str | None, _MODEL] = None,
     url: Annotated[
         str | None, typer.Option(help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out.")
     ] = None,

@@ -41,9 +41,10 @@ def check_before_start(options: EngineOptions, *, host: str, port: int, dp: int)
 
 def check_ranks(options: EngineOptions, registry: Registry) -> None:
     """What the model, if its folder is here, refuses of --tp and --pp: ranks say so half a minute later. Raises `EnginError`."""
+    if options.num_ranks == 1:
+        return
     model = registry.default_checkpoint().name if options.model is None else options.model
-    is_here = os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None
-    if options.num_ranks > 1 and is_here:
+    if os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None:
         config = read_config(folder := find_folder(model, registry, revision=options.revision))
         facts = described(registry.find_model(config)[0], config, f"the model in {folder}")
         stage_of(facts, ParallelFacts(tensor_size=options.tp, num_lanes=options.dp_attention, num_stages=options.pp))

@@ -121,7 +121,7 @@ class _Layout:
             "completed_at": int(time.time()) if status == "completed" else None,
             "model": self._heading.model,
             "status": status,
-            "output": [self._item(block) for block in self._blocks.done],
+            "output": list(map(self._item, self._blocks.done)),
             "usage": None if usage is None else _usage(usage),
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": self._why_cut if status == "incomplete" else None,

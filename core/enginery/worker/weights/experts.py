@@ -94,15 +94,13 @@ class ExpertStacks:
             for name, rows, own in self._gates(inner)
         ]
         modules = [f"{self.prefix}{shape.names.shared}.{name}" for name in ("gate_proj", "up_proj")]
-        whole = (shape.joined * shape.inner, shape.hidden)
-        starts = [place * shape.inner + start for place in range(shape.joined)]
+        whole, starts = (shape.joined * shape.inner, shape.hidden), [place * shape.inner + start for place in range(shape.joined)]
         return slices + [self.matrices.matrix(module, whole, (at, length), columns) for at in starts for module in modules]
 
     def _down_columns(self, inner: Range) -> list[Slice]:
         shape, rows = self.shape, (0, self.shape.hidden)
         names = [f"{self.prefix}experts.{expert}.{shape.names.down}" for expert in self.own]
-        whole = (shape.hidden, shape.inner)
-        slices = [self.matrices.matrix(name, whole, rows, inner, turned=shape.turned) for name in names]
+        slices = [self.matrices.matrix(name, (shape.hidden, shape.inner), rows, inner, turned=shape.turned) for name in names]
         module, whole = f"{self.prefix}{shape.names.shared}.down_proj", (shape.hidden, shape.joined * shape.inner)
         starts = [place * shape.inner + inner[0] for place in range(shape.joined)]
         return slices + [self.matrices.matrix(module, whole, rows, (start, inner[1])) for start in starts]

@@ -9,9 +9,10 @@ from pairwise import pairwise
 from enginery.api import NormingLinear, OpNeeds
 from enginery.nn import reference_ops
 from enginery_ops_triton import matvec
+from enginery_ops_triton import ops as triton_ops
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.matvec import Matvec, MatvecShape
-from enginery_ops_triton.ops import TritonOps
+from enginery_ops_triton.ops import TritonOps, rotated_together
 from enginery_ops_triton.small_linear import FEW_ROWS, MOST_ROWS, FewRows, FewRowsShape
 from enginery_ops_triton.spec import TRITON
 
@@ -99,6 +100,22 @@ def test_rotary_turns_a_slice_of_the_merged_projection_in_place(
     ops(device).qk_norm_rotary(merged[:, :heads], weight, 1e-6, cos_sin)
     close(merged, expected, scale=2)
     assert torch.equal(merged[:, heads:], expected[:, heads:])
+
+
+def test_of_many_tokens_a_program_rotates_more_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [rotated_together(tokens, 37, 64) for tokens in (1, 255, 256)] == [8, 8, 32]
+    assert [rotated_together(4096, heads, dim) for heads, dim in ((80, 96), (80, 128), (20, 256), (5, 16))] == [16, 16, 8, 8]
+    monkeypatch.setattr(triton_ops, "MANY_TOKENS", 3)
+    torch.manual_seed(0)
+    merged = random(3, 37, 64, dtype=torch.bfloat16, device=device)
+    weight = random(33, 64, dtype=torch.bfloat16, device=device)
+    angles = torch.rand(3, 32) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=torch.bfloat16)
+    expected = merged.clone()
+    reference_ops.qk_norm_rotary(expected[:, :33], weight, 1e-6, cos_sin)
+    ops(device).qk_norm_rotary(merged[:, :33], weight, 1e-6, cos_sin)
+    close(merged, expected, scale=2)
+    assert torch.equal(merged[:, 33:], expected[:, 33:])
 
 
 def test_rotary_takes_dims_that_are_apart_and_a_weight_that_all_heads_share(device: str) -> None:

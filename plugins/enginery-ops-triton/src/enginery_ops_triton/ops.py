@@ -19,6 +19,7 @@ from enginery_ops_triton.small_linear import bind_router, bind_small_linear
 GATE_BLOCK: Final = 1024
 EMBED_BLOCK: Final = 2048
 HEADS_PER_PROGRAM: Final = 8
+MANY_TOKENS, VALUES_PER_PROGRAM = 256, 2048
 NORM_BLOCK: Final = 1024
 
 
@@ -26,6 +27,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., C] -> [N, C] with adjacent columns; a view where there can be one."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def rotated_together(num_tokens: int, num_heads: int, dim: int) -> int:
+    """Heads that a program rotates, a power of two: of few tokens few, for more programs; of many tokens 16 values a thread."""
+    most = HEADS_PER_PROGRAM
+    if num_tokens >= MANY_TOKENS:
+        most = max(most, VALUES_PER_PROGRAM // next_power_of_2(dim))
+    return min(most, next_power_of_2(num_heads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +182,7 @@ class TritonOps:
         num_tokens, num_heads, dim = heads.shape
         rotary_dim = cos_sin.shape[-1]
         keys, values, slots = stored or (heads, heads, heads)
-        per_program = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+        per_program = rotated_together(num_tokens, num_heads, dim)
         scale = heads if weight is None else weight.expand(num_rotated, dim)
         if scale.stride(-1) != 1:
             scale = scale.contiguous()

@@ -232,8 +232,7 @@ def _text_side(
         chat_template=options.chat_template,
         use_generation_config=settings.use_generation_config,
     )
-    wanted = {"tools": settings.tool_parser, "reasoning": settings.reasoning_parser}
-    return text, Parsers.choose(registry, folder, text, **wanted)
+    return text, Parsers.choose(registry, folder, text, tools=settings.tool_parser, reasoning=settings.reasoning_parser)
 
 
 async def _start(service: Service, registry: Registry, text: TextSide, ready: _Announcement, *, parsers: Parsers) -> None:

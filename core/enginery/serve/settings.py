@@ -69,17 +69,10 @@ class ServeSettings:
 
     def shown(self) -> Mapping[str, object]:
         """The settings that clients may see, as /server_info tells them. Keys are not among them."""
-        return {
-            "host": self.host,
-            "drain_s": self.drain_s,
-            "watchdog_s": self.watchdog_s,
-            "restarts": self.restarts,
-            "dp": self.dp,
-            "routes": list(self.routes),
-            "trust_request_chat_template": self.trust_request_chat_template,
+        same = ("host", "drain_s", "watchdog_s", "restarts", "dp", "routes", "trust_request_chat_template", "allow_origins")
+        return {name: getattr(self, name) for name in same} | {
             "needs_key": bool(self.api_keys),
             "has_admin_routes": bool(self.admin_keys),
-            "allow_origins": list(self.allow_origins),
             "uses_tls": self.ssl_certfile is not None,
             "receive_s": self.limits.receive_s,
             "send_s": self.limits.send_s,

@@ -135,7 +135,7 @@ def administration(service: Service, keys: Keys) -> APIRouter:
     """The routes for administrators. A path that leads here in any spelling meets the same check of the key."""
 
     async def only_administrators(request: Request) -> None:
-        if not keys.open(request.scope["headers"]):
+        if keys.which(request.scope["headers"]) is None:
             raise Unauthorized
 
     routes = APIRouter(prefix="/admin", dependencies=[Depends(only_administrators)])

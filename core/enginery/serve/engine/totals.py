@@ -6,12 +6,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Final
+from typing import TypeVar
 
 from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.schedule import all_pages
 
-_SUMMED: Final = tuple(field.name for field in dataclasses.fields(EngineStats) if field.type in ("int", "float"))
+CountsT = TypeVar("CountsT", EngineStats, DraftCounts)
 
 
 def total(every: Sequence[EngineStats]) -> EngineStats:
@@ -31,8 +31,9 @@ def total(every: Sequence[EngineStats]) -> EngineStats:
     )
 
 
-def _summed(every: Sequence[EngineStats]) -> EngineStats:
-    return dataclasses.replace(every[0], **{name: sum(vars(stats)[name] for stats in every) for name in _SUMMED})
+def _summed(every: Sequence[CountsT]) -> CountsT:
+    names = [field.name for field in dataclasses.fields(every[0]) if field.type in ("int", "float")]
+    return dataclasses.replace(every[0], **{name: sum(vars(counts)[name] for counts in every) for name in names})
 
 
 def _by_place(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -51,11 +52,5 @@ def _experts(every: Sequence[EngineStats]) -> ExpertCounts:
 
 
 def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:
-    return DraftCounts(
-        verifications=sum(counts.verifications for counts in every),
-        told=sum(counts.told for counts in every),
-        drafted=sum(counts.drafted for counts in every),
-        accepted=sum(counts.accepted for counts in every),
-        by_position=_by_place(counts.by_position for counts in every),
-        failure=next((counts.failure for counts in every if counts.failure), ""),
-    )
+    failure = next((counts.failure for counts in every if counts.failure), "")
+    return dataclasses.replace(_summed(every), by_position=_by_place(counts.by_position for counts in every), failure=failure)

@@ -47,7 +47,8 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began_s, began_ns, status = time.monotonic(), time.time_ns(), 499  # what it stays if nobody waits for the answer
-        name = _name(scope)
+        given = next((value for name, value in scope["headers"] if name == _ID and _FIT_FOR_ID.fullmatch(value)), None)
+        name = given or f"req_{uuid.uuid4().hex}".encode()
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -70,11 +71,6 @@ class AccessLog:
             _log.log(logging.DEBUG if quiet else logging.INFO, "%s %s", told["method"], told["path"], extra={"fields": told})
             if self._tracer is not None and not quiet:
                 self._tracer.add(told, began_ns=began_ns, seconds=seconds, headers=scope["headers"])
-
-
-def _name(scope: Scope) -> bytes:
-    given = next((value for name, value in scope["headers"] if name == _ID and _FIT_FOR_ID.fullmatch(value)), None)
-    return given or f"req_{uuid.uuid4().hex}".encode()
 
 
 def _told(scope: Scope, status: int, requests: list[RequestTimes], *, seconds: float) -> dict[str, Told]:

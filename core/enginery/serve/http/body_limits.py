@@ -55,11 +55,13 @@ class BodyBounds:
             limits = self._limits()
             num_read += len(message.get("body", b""))
             if max(num_read, announced) > limits.one:
-                raise BodyTooLarge(_too_large(limits.one))
+                advice = "send less, or start the server with a larger --max-body-bytes"
+                raise BodyTooLarge(f"the body is larger than {limits.one:,} bytes; {advice}")
             more = max(0, num_read - _FREE_BYTES) - num_held
             self._num_held, num_held = self._num_held + more, num_held + more
             if more and self._num_held > limits.total:
-                raise TooManyBodies(_too_many(limits.total))
+                advice = "try again in a moment, or start the server with a larger --max-total-body-bytes"
+                raise TooManyBodies(f"the bodies of all requests together are larger than {limits.total:,} bytes; {advice}")
             return message
 
         try:
@@ -72,12 +74,3 @@ def _announced(scope: Scope) -> int:
     """The length of the body by its head, in bytes; 0 if the head does not say it."""
     length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(length[:20]) if length.isdigit() else 0
-
-
-def _too_large(limit: int) -> str:
-    return f"the body is larger than {limit:,} bytes; send less, or start the server with a larger --max-body-bytes"
-
-
-def _too_many(limit: int) -> str:
-    advice = "try again in a moment, or start the server with a larger --max-total-body-bytes"
-    return f"the bodies of all requests together are larger than {limit:,} bytes; {advice}"

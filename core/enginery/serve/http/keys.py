@@ -23,12 +23,8 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def open(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a request with these headers has one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
-        return self.which(headers) is not None
-
     def which(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """The place of the first of them that a request with these headers has."""
+        """The place of the first of them that these headers have, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
         given = [_digest(key) for key in _given(headers)]
         fits = [sum(hmac.compare_digest(mine, theirs) for theirs in given) > 0 for mine in self._digests]  # all are compared
         return fits.index(True) if any(fits) else None

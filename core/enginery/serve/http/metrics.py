@@ -25,16 +25,17 @@ _FIRST_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 _WHOLE_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS: Final = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))  # up to 500,000, as vLLM has them
 REASONS: Final = ("stop", "length", "abort", "error")
+_Rows = Iterable[tuple[Sequence[str], float]]  # the values of labels, and the sample's
 REJECTED: Final = "rejected"  # by the engine, or with one that came with it
 
 
 class Histogram:
-    """Counts of values up to each of `bounds`, and of larger ones."""
+    """Counts of values up to each of `bounds`, and of larger ones. total: of the values."""
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: tuple[float, ...], counts: Iterable[int] = (), total: float = 0.0) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.counts = list(counts) or [0] * (len(bounds) + 1)
+        self.total = total
 
     def add(self, value: float) -> None:
         """Count one value. Costs a bisection."""
@@ -118,7 +119,9 @@ class RequestMeter:
             return
         times.reason = reason
         times.last_s = times.last_s or time.monotonic()
-        self._leave(times)
+        self.num_open -= 1
+        self.num_unstarted -= not times.first_s
+        self.num_ahead -= times.num_ahead
         self.ended[reason] += 1
         if reason in ("stop", "length"):
             self.e2e.add(times.last_s - times.began_s)
@@ -127,11 +130,6 @@ class RequestMeter:
             self.generation_tokens.add(times.num_output)
             if times.num_output > 1:
                 self.per_token.add((times.last_s - times.first_s) / (times.num_output - 1))
-
-    def _leave(self, times: RequestTimes) -> None:
-        self.num_open -= 1
-        self.num_unstarted -= not times.first_s
-        self.num_ahead -= times.num_ahead
 
 
 class EngineNow(NamedTuple):
@@ -145,7 +143,8 @@ class EngineNow(NamedTuple):
 
 def families(engines: Sequence[EngineNow], manifest: Manifest, answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
     """Every metric, as prometheus_client writes them. engines: none while the model is loading. answered: by route and status."""
-    yield from _http(answered)
+    requests = CounterMetricFamily("enginery:http_requests", "HTTP requests, by route and status.", labels=["route", "status"])
+    yield _filled(requests, (([route, str(status)], count) for (route, status), count in answered.items()))
     yield _info("enginery:plugin", "A plugin that is loaded.", _plugins(manifest))
     yield from by_engine([_labelled(_of_engine(engine), "model_name", engine.facts.model_name) for engine in engines])
 
@@ -173,19 +172,13 @@ def _of_engine(now: EngineNow) -> Iterator[Metric]:
         for title, text, value in told:
             yield kind(title, text, value=value)
     ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=["finished_reason"])
-    for reason in REASONS:
-        ended.add_metric([reason], now.meter.ended[reason])
-    yield ended
-    for title, text, histogram in _histograms(now.meter):
-        yield _histogram(title, text, bounds=histogram.bounds, counts=histogram.counts, total=histogram.total)
-    yield _histogram(
-        "vllm:iteration_tokens_total",
-        "Tokens in a step.",
-        bounds=STEP_SIZES,
-        counts=now.stats.steps_by_size,
-        total=now.stats.num_tokens,
+    yield _filled(ended, (([reason], now.meter.ended[reason]) for reason in REASONS))
+    for title, text, histogram in _histograms(now.stats, now.meter):
+        yield _histogram(title, text, histogram)
+    accepted = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place.", labels=["position"]
     )
-    yield _accepted(now.stats)
+    yield _filled(accepted, _by_place(now.stats.drafts.by_position))
     yield from _memory(now)
     yield from _lanes(now.stats)
     yield from _experts(now.stats.experts)
@@ -213,12 +206,9 @@ def _memory(now: EngineNow) -> Iterator[Metric]:
     """The pages of each kind of memory."""
     family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind: all, free, in use, cached.", labels=["kind", "pages"])
     evicted = CounterMetricFamily("enginery:memory_pages_evicted", "Pages that the prefix cache gave up.", labels=["kind"])
-    for kind, counts in _pages(now).items():
-        for name, count in _by_use(counts):
-            family.add_metric([kind, name], count)
-        evicted.add_metric([kind], counts.evicted)
-    yield family
-    yield evicted
+    pages = _pages(now)
+    yield _filled(family, _by_use([], pages))
+    yield _filled(evicted, (([kind], counts.evicted) for kind, counts in pages.items()))
 
 
 def _lanes(stats: EngineStats) -> Iterator[Metric]:
@@ -228,11 +218,8 @@ def _lanes(stats: EngineStats) -> Iterator[Metric]:
     requests = GaugeMetricFamily("enginery:lane_requests", "Requests of each lane of --dp-attention.", labels=["lane", "state"])
     pages = GaugeMetricFamily("enginery:lane_memory_pages", "The pages of each lane.", labels=["lane", "kind", "pages"])
     for lane, now in enumerate(stats.lanes):
-        for state, count in (("running", now.num_running), ("waiting", now.num_waiting)):
-            requests.add_metric([str(lane), state], count)
-        for kind, counts in now.pages.items():
-            for name, count in _by_use(counts):
-                pages.add_metric([str(lane), kind, name], count)
+        _filled(requests, (([str(lane), "running"], now.num_running), ([str(lane), "waiting"], now.num_waiting)))
+        _filled(pages, _by_use([str(lane)], now.pages))
     yield from (requests, pages)
 
 
@@ -243,17 +230,28 @@ def _experts(counts: ExpertCounts) -> Iterator[Metric]:
     routed = CounterMetricFamily(
         "enginery:expert_tokens", "Tokens routed to each rank's experts, in sampled steps.", labels=["rank"]
     )
-    for rank, count in enumerate(counts.by_rank):
-        routed.add_metric([str(rank)], count)
-    busiest = CounterMetricFamily("enginery:expert_tokens_busiest", "Of these, in each layer those of the rank with most.")
-    busiest.add_metric([], counts.busiest)
-    even = GaugeMetricFamily("enginery:expert_balancedness", "The ranks' mean of these by the most, since the start; 1 is even.")
-    even.add_metric([], counts.balancedness)
-    yield from (routed, busiest, even)
+    yield _filled(routed, _by_place(counts.by_rank))
+    busiest = "Of these, in each layer those of the rank with most."
+    yield CounterMetricFamily("enginery:expert_tokens_busiest", busiest, value=counts.busiest)
+    even = "The ranks' mean of these by the most, since the start; 1 is even."
+    yield GaugeMetricFamily("enginery:expert_balancedness", even, value=counts.balancedness)
 
 
-def _by_use(counts: PageCounts) -> tuple[tuple[str, int], ...]:
-    return ("total", counts.total), ("free", counts.free), ("held", counts.held), ("cached", counts.cached)
+def _by_use(before: list[str], pages: Mapping[str, PageCounts]) -> _Rows:
+    for kind, counts in pages.items():
+        for use in ("total", "free", "held", "cached"):
+            yield [*before, kind, use], getattr(counts, use)
+
+
+def _by_place(counts: Iterable[int]) -> _Rows:
+    return (([str(place)], count) for place, count in enumerate(counts))
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: _Rows) -> Metric:
+    """The family with a sample for each row."""
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family
 
 
 def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:
@@ -280,17 +278,7 @@ def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:
     yield "enginery:step_run_seconds", "Time from a step's plan to its tokens.", stats.run_s
 
 
-def _accepted(stats: EngineStats) -> Metric:
-    """Right guesses by their place in a draft."""
-    family = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place.", labels=["position"]
-    )
-    for place, count in enumerate(stats.drafts.by_position):
-        family.add_metric([str(place)], count)
-    return family
-
-
-def _histograms(meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:
+def _histograms(stats: EngineStats, meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:
     yield "vllm:time_to_first_token_seconds", "Time to first token: from a request's sending to its first token.", meter.ttft
     yield "vllm:inter_token_latency_seconds", "Inter-token latency: between one token of a request and the next.", meter.itl
     yield "vllm:request_time_per_output_token_seconds", "Time per output token, after a request's first.", meter.per_token
@@ -300,19 +288,12 @@ def _histograms(meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:
     yield "vllm:request_decode_time_seconds", "From a request's first token to its last.", meter.decode
     yield "vllm:request_prompt_tokens", "Tokens of the prompt, of requests that came to an end.", meter.prompt_tokens
     yield "vllm:request_generation_tokens", "Tokens of the completion, of the same requests.", meter.generation_tokens
+    yield "vllm:iteration_tokens_total", "Tokens in a step.", Histogram(STEP_SIZES, stats.steps_by_size, stats.num_tokens)
 
 
-def _histogram(title: str, text: str, *, bounds: tuple[float, ...], counts: object, total: float) -> Metric:
-    sums = list(accumulate(counts))  # type: ignore[call-overload]
-    buckets = list(zip([*map(str, map(float, bounds)), "+Inf"], sums, strict=True))
-    return HistogramMetricFamily(title, text, buckets=buckets, sum_value=total)
-
-
-def _http(answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
-    requests = CounterMetricFamily("enginery:http_requests", "HTTP requests, by route and status.", labels=["route", "status"])
-    for (route, status), count in answered.items():
-        requests.add_metric([route, str(status)], count)
-    yield requests
+def _histogram(title: str, text: str, histogram: Histogram) -> Metric:
+    buckets = list(zip([*map(str, map(float, histogram.bounds)), "+Inf"], accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(title, text, buckets=buckets, sum_value=histogram.total)
 
 
 def _engine_info(facts: EngineFacts, stats: EngineStats) -> Iterator[Metric]:
@@ -320,18 +301,11 @@ def _engine_info(facts: EngineFacts, stats: EngineStats) -> Iterator[Metric]:
     sizes = {"block_size": facts.page_size, "num_gpu_blocks": facts.num_pages, "cache_dtype": kv_dtype}
     yield _info("vllm:cache_config", "The KV cache.", [{name: str(value) for name, value in sizes.items()}])
     backend = CounterMetricFamily("enginery:backend_steps", "Steps by attention backend.", labels=["attention_backend"])
-    for name, count in (stats.steps_by_backend or {facts.attn_backend: 0}).items():
-        backend.add_metric([name], count)
-    yield backend
-    compiling = GaugeMetricFamily(
-        "enginery:kernels_compiling", "Attention kernels that are compiled beside the engine, which runs with others."
-    )
-    compiling.add_metric([], len(stats.kernels.compiling))
-    yield compiling
+    yield _filled(backend, (([name], count) for name, count in (stats.steps_by_backend or {facts.attn_backend: 0}).items()))
+    compiling = "Attention kernels that are compiled beside the engine, which runs with others."
+    yield GaugeMetricFamily("enginery:kernels_compiling", compiling, value=len(stats.kernels.compiling))
     phases = GaugeMetricFamily("enginery:startup_seconds", "Of the start, by phase.", labels=["phase"])
-    for phase, seconds in facts.phases_s.items():
-        phases.add_metric([phase], seconds)
-    yield phases
+    yield _filled(phases, (([phase], seconds) for phase, seconds in facts.phases_s.items()))
 
 
 def _plugins(manifest: Manifest) -> list[dict[str, str]]:
@@ -341,6 +315,4 @@ def _plugins(manifest: Manifest) -> list[dict[str, str]]:
 def _info(title: str, text: str, rows: list[dict[str, str]]) -> Metric:
     """A gauge that is 1 for each row; its labels are the information."""
     family = GaugeMetricFamily(f"{title}_info", text, labels=list(rows[0]) if rows else [])
-    for row in rows:
-        family.add_metric(list(row.values()), 1)
-    return family
+    return _filled(family, ((list(row.values()), 1) for row in rows))

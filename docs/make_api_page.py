@@ -43,7 +43,7 @@ Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; b
   large (`--max-total-body-bytes`).
 
 These have no body: `GET /v1/models`, `GET /v1/models/{model}`, `GET /tokenizer_info`, and `GET /openapi.json`. The last has the
-statuses of every path and the schema of each answer.
+statuses of every path and the schema of each answer. Those about models have the fields of OpenAI and of Anthropic, whoever asks.
 """
 
 ABOUT: Final = {
@@ -65,6 +65,9 @@ ABOUT: Final = {
         "With `tool_choice` `allowed_tools` the model is told about all tools, so that prompts keep their cached prefix, and a "
         "grammar keeps it from calling others than these. What a model wrote as `arguments` of an earlier call may be sent back, "
         "though it is no JSON object: it stands in the prompt as it is.\n\n"
+        "Where a stop string or the limit cuts a call that is forced before its name is complete, there is no call: "
+        "`finish_reason` is `stop` or `length`, not `tool_calls`. `/v1/messages` says `stop_sequence` or `max_tokens`, and a "
+        "response of `/v1/responses` is `incomplete`, with null as its `incomplete_details` where a stop string was the cause.\n\n"
         "The role `developer` is `system` for a chat template that does not name it. Messages of both at the beginning "
         "are one message, with an empty line between them. Where the template refuses or leaves out what one of them says "
         "further on, as gpt-oss' does, all are one message at the beginning, in their order. A template that leaves out that "
@@ -75,17 +78,20 @@ ABOUT: Final = {
         "`reasoning_effort` is given to a template that has a variable of this name. In a template with `enable_thinking` or "
         "`thinking`, `none` switches it off and any other level on. Where the template has neither, a level has no effect, and "
         "`none` is refused if the model reasons. `reasoning` is the same as OpenRouter's clients and Cline send it, `thinking` as "
-        "Anthropic's and GLM's do: `enabled` false, or `disabled`, is `none`, whatever else is said, and enabled without an effort "
-        "is `medium`. `exclude` true, or `display` `omitted`, leaves the reasoning out of the answer. `budget_tokens` changes "
-        "nothing.\n\n"
+        "Anthropic's and GLM's do, `enable_thinking` as Qwen's do: `enabled` or `enable_thinking` false, or `disabled`, is `none`, "
+        "whatever else is said, and enabled without an effort is `medium`. `exclude` true, `include_reasoning` false, or `display` "
+        "`omitted`, leaves the reasoning out of the answer. `budget_tokens` and `max_tokens` of `reasoning` change nothing. In a "
+        "message that has neither `reasoning` nor `reasoning_content` the texts of `reasoning_details` are its reasoning.\n\n"
         "With `continue_final_message` the assistant's last message goes on, and no new one begins. The answer is what comes after "
-        "it. `prediction` changes nothing, as it is a hint for speed alone. `verbosity` is refused. `chat_template` replaces the "
-        "model's, on servers that were started with `--trust-request-chat-template`."
+        "it. `prediction` changes nothing, as it is a hint for speed alone. "
+        "`verbosity` is given to a template that has a variable of this name; for others it changes nothing. "
+        "`chat_template` replaces the model's, on servers that were started with `--trust-request-chat-template`."
     ),
     "/v1/responses": (
         "OpenAI's later layout of the same. Nothing is stored: `store` is always false. To go on with a conversation, send its "
         "items as `input`. A tool is strict only if it says so. `effort` of `reasoning` is the "
-        "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole.\n\n"
+        "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole. `verbosity` of `text` is that "
+        "of chats. With `truncation` `auto` nothing is left out either: what does not fit into the context is refused.\n\n"
         "With `message.output_text.logprobs` in `include`, or `top_logprobs` above 0, texts have the log-probabilities of the "
         "tokens that they are made of. `include` may ask for `reasoning.encrypted_content` too, which is always null: reasoning "
         "is in its item's `content`, as text. "
@@ -103,6 +109,7 @@ ABOUT: Final = {
         "`compact_20260112` is refused.\n"
         "- A last message of the assistant with text is the beginning of the answer, which goes on behind it.\n"
         "- `cache_control` is accepted everywhere and has no effect: prefixes are cached wherever they are the same.\n"
+        "- `redacted_thinking` in messages is left out, as nobody here can read it.\n"
         "- `thread` is refused with the error upon which Anthropic's clients (`tool_runner`) go on with the whole conversation.\n"
         "- In a tool, `eager_input_streaming` has no effect, because its input is always streamed. `defer_loading` false and "
         "`allowed_callers` `direct` say what is so anyway; other values are refused."
@@ -126,7 +133,7 @@ SAMPLING: Final = {
 TEMPLATE: Final = {"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}
 EXTENSIONS: Final = {
     "/v1/completions": SAMPLING | {"response_format", "max_completion_tokens"},
-    "/v1/chat/completions": SAMPLING | {"best_of", "reasoning", "thinking", *TEMPLATE},
+    "/v1/chat/completions": SAMPLING | {"best_of", "reasoning", "thinking", "enable_thinking", "include_reasoning", *TEMPLATE},
     "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
     "/v1/responses": {"ignore_eos", "top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"}
     | {"chat_template_kwargs", "speculation"},

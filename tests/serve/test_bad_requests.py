@@ -238,6 +238,13 @@ def test_half_a_character_is_named(shared_server, text, half, end):
     assert (response.status_code, response.json()["error"]["message"]) == (400, told)
 
 
+@pytest.mark.parametrize("body", [b'{"model": "fake", "prompt": "caf\xe9"}', b'{"model": "fake", "prompt": "\\n12\xe9"}'])
+def test_the_place_of_what_is_no_utf_8_is_that_in_the_body(shared_server, body):
+    """It was the place in the text, which says nothing about a body of many."""
+    message = shared_server("/v1/completions", body).json()["error"]["message"]
+    assert f"the body is not JSON: 'utf-8' codec can't decode byte 0xe9 in position {body.index(0xE9)}: " in message
+
+
 def test_whole_characters_and_what_only_looks_like_half_of_one_are_fine(shared_server):
     assert shared_server("/v1/completions", b'{"prompt": "\\ud83d\\ude00 \\\\ud83d", "max_tokens": 1}').status_code == 200
     assert "truncated" in shared_server("/v1/completions", b'{"prompt": "\\ud83d\\ude00').json()["error"]["message"]

@@ -6,6 +6,7 @@ reasoning takes "(think)" at the end of a prompt for its beginning.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tokenizers_made import byte_level, save
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import served_names
 from enginery.contracts.parsers import ParserSpec
-from enginery.errors import ConfigError
+from enginery.errors import ConfigError, RequestError
 from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.registry import Registry
 from enginery.serve.api.answer_parsers import Parsers
@@ -103,10 +104,11 @@ def reasoning_of(message):
         {"reasoning_effort": "none"},
         {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
         {"extra_body": {"thinking": {"type": "disabled"}}},
+        {"extra_body": {"enable_thinking": False}},
         {"extra_body": {"reasoning": {"enabled": False}}},
         {"extra_body": {"reasoning": {"effort": "none", "exclude": False}}},
     ],
-    ids=["variable", "effort", "both", "glm", "openrouter", "cline"],
+    ids=["variable", "effort", "both", "glm", "qwen", "openrouter", "cline"],
 )
 def test_thinking_is_switched_off_and_the_answer_is_read_as_one(client, given):
     message = client.chat(**given)
@@ -122,9 +124,11 @@ def test_thinking_is_switched_off_and_the_answer_is_read_as_one(client, given):
         {"reasoning_effort": "max"},
         {"extra_body": {"chat_template_kwargs": None, "reasoning_effort": None}},
         {"extra_body": {"thinking": {"type": "enabled", "budget_tokens": 1024}}},
-        {"extra_body": {"reasoning": {"effort": "high", "enabled": True}}},
+        {"extra_body": {"enable_thinking": True}},
+        {"extra_body": {"reasoning": {"effort": "high", "enabled": True, "max_tokens": 2000}}},
+        {"verbosity": "low"},
     ],
-    ids=["default", "variable", "low", "max", "null", "anthropic", "openrouter"],
+    ids=["default", "variable", "low", "max", "null", "anthropic", "qwen", "openrouter", "verbosity"],
 )
 def test_thinking_that_is_on_is_read_as_reasoning(client, given):
     message = client.chat(**given)
@@ -141,7 +145,9 @@ def test_a_stream_is_read_in_the_same_way(client):
 
 
 @pytest.mark.parametrize(
-    "body", [{"reasoning": {"exclude": True}}, {"thinking": {"type": "enabled", "display": "omitted"}}], ids=str
+    "body",
+    [{"reasoning": {"exclude": True}}, {"include_reasoning": False}, {"thinking": {"type": "enabled", "display": "omitted"}}],
+    ids=str,
 )
 def test_reasoning_is_left_out_of_the_answer_when_that_is_asked_for(client, body):
     """As Cline does with GLM's models."""
@@ -160,11 +166,32 @@ def test_reasoning_is_left_out_of_the_answer_when_that_is_asked_for(client, body
         ({"thinking": {"type": "enabled"}, "reasoning_effort": "low"}, "low"),
         ({"thinking": {"type": "adaptive"}, "reasoning": {"effort": "xhigh"}}, "xhigh"),
         ({"reasoning": {"effort": "high", "enabled": False}}, "none"),
+        ({"enable_thinking": True}, "medium"),
+        ({"enable_thinking": True, "reasoning_effort": "low"}, "low"),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, "none"),
     ],
     ids=str,
 )
 def test_fields_about_reasoning_are_one_effort(body, effort):
     assert decode_request(json.dumps({"messages": ASKED} | body).encode(), ChatRequest).effort == effort
+
+
+VERBOSE = "[{{ verbosity or 'usual' }}]{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_verbosity_is_for_templates_that_have_it(client, trusting):
+    assert trusting.prompt(chat_template=VERBOSE, verbosity="low") == "[low]hi"
+    assert trusting.prompt(chat_template=VERBOSE) == "[usual]hi"
+    assert client.prompt(verbosity="high") == client.prompt() == "<user>hi(think)<assistant>"
+    with contextlib.closing(ChatTemplate(VERBOSE, variables={})) as template, pytest.raises(RequestError, match="has none of"):
+        template.render(ASKED, switches={"reasoning_effort": "none", "verbosity": "low"}, needs_switch=True)
+
+
+@pytest.mark.parametrize(
+    "body", [{"reasoning": {"enabled": False}}, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}], ids=str
+)
+def test_tokenize_takes_what_chats_say_of_reasoning(client, body):
+    assert client.prompt(**body) == "<user>hi<assistant>"
 
 
 def test_responses_have_it_too(client):
@@ -238,7 +265,7 @@ def test_a_message_that_is_continued_within_its_reasoning_is_read_from_there(cli
             "send one of them",
         ),
         ({"reasoning_effort": "some"}, "reasoning_effort", "must be 'high' or 'low'"),
-        ({"enable_thinking": False}, "enable_thinking", "chat_template_kwargs"),
+        ({"enable_thinking": "no"}, "enable_thinking", "bool"),
         ({"chat_template_kwargs": {"enable_thinking": 1 << 70}}, "chat_template_kwargs", "64 bits"),
     ],
     ids=lambda value: str(value)[:60],
@@ -246,8 +273,6 @@ def test_a_message_that_is_continued_within_its_reasoning_is_read_from_there(cli
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_what_cannot_be_honoured_is_refused_by_name(client, path, body, param, why):
     status, named, message = client.refusal(path, **body)
-    if path == "/tokenize" and param == "enable_thinking":
-        why = ""
     assert (status, named) == (400, param)
     assert why in message
     assert len(message) < 500

@@ -127,6 +127,40 @@ def test_what_fails_later_is_an_error_event(with_server):
     with_server(scenario)
 
 
+def test_a_forced_call_that_is_cut_before_its_name_says_so(with_server):
+    async def scenario(live):
+        body = user("[call add {}]") | {"tools": [ADD], "tool_choice": {"type": "any"}}
+        for limit, end in (({"stop_sequences": ["add"]}, ("stop_sequence", "add")), ({"max_tokens": 9}, ("max_tokens", None))):
+            message = as_message((await live.post("/v1/messages", **body | limit)).json())
+            assert (message.stop_reason, message.stop_sequence) == end
+            assert "tool_use" not in [block.type for block in message.content]
+
+    with_server(scenario, parsers=PARSERS)
+
+
+REDACTED = {"type": "redacted_thinking", "data": "e30="}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "content", "reasoning"),
+    [
+        ([REDACTED, {"type": "text", "text": "t"}], "t", None),
+        ([REDACTED | CACHED, {"type": "thinking", "thinking": "hm", "signature": "s"} | CACHED], None, "hm"),
+        ([REDACTED], "", None),
+    ],
+    ids=["text", "thinking", "alone"],
+)
+def test_thinking_that_nobody_can_read_is_left_out(blocks, content, reasoning):
+    from enginery.serve.schemas.anthropic import MessagesRequest
+    from enginery.serve.schemas.body_decoding import decode_request
+
+    body = user("q")
+    body["messages"] += [{"role": "assistant", "content": blocks}, {"role": "user", "content": "and?"}]
+    _, assistant, _ = decode_request(json.dumps(body).encode(), MessagesRequest).as_chat().messages
+    assert (assistant.content, assistant.reasoning_content) == (content, reasoning)
+
+
 def test_turns_with_calls_results_and_thinking_become_messages():
     from enginery.serve.schemas.anthropic import MessagesRequest
     from enginery.serve.schemas.body_decoding import decode_request
@@ -312,6 +346,22 @@ def test_other_errors_have_that_shape_too(shared_server):
     assert shared_server("/v1/messages", user("x") | {"model": "gpt-9"}).json()["error"]["type"] == "not_found_error"
     assert shared_server("/v1/messages/nothing", {}).json()["error"]["type"] == "not_found_error"
     assert shared_server("/v1/messages", b"{").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_official_client_reads_the_models(url):
+    import anthropic
+    from anthropic.types import ModelInfo
+
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        page = client.models.list(limit=1)
+        (listed,) = page
+        assert (page.first_id, page.last_id, page.has_next_page()) == ("fake", "fake", False)
+        for model in (listed, client.models.retrieve("fake")):
+            ModelInfo.model_validate(model.model_dump(), strict=True)
+            assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", "fake", "fake", "active")
+            assert (model.max_input_tokens, model.created_at.timestamp()) == (512, model.model_extra["created"])
+        with pytest.raises(anthropic.NotFoundError, match="is not served here"):
+            client.models.retrieve("other")
 
 
 def test_the_official_client_reads_whole_and_streamed_messages(url):

@@ -9,6 +9,9 @@ import pytest
 from fake_parsers import PARSERS
 from openai.types.responses import Response
 
+from enginery.serve.schemas.body_decoding import decode_request
+from enginery.serve.schemas.responses import ResponsesRequest
+
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 USER = [{"role": "user", "content": "hi"}]
 CALL = '[call add {"a": "1 日"}]'
@@ -260,6 +263,33 @@ def test_strict_tools_become_a_grammar_and_others_do_not(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}], ids=["required", "named"])
+def test_a_forced_call_that_is_cut_before_its_name_is_no_whole_answer(with_server, choice):
+    """A response was told as completed, with nothing in it."""
+
+    async def scenario(live):
+        body = {"input": "[call add {}]", "tools": [ADD], "tool_choice": choice}
+        chat = {
+            "messages": [{"role": "user", "content": body["input"]}],
+            "tools": [{"type": "function", "function": {name: ADD[name] for name in ("name", "parameters")}}],
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "function": {"name": "add"}},
+        }
+        for limit, reason, why in (({"stop": ["add"]}, "stop", None), ({"max_output_tokens": 9}, "length", "max_output_tokens")):
+            whole = (await live.post("/v1/responses", **body, **limit)).json()
+            last = (await live.named_events("/v1/responses", **body, **limit))[-1]
+            assert last["type"] == "response.incomplete"
+            for response in (checked(whole), checked(last["response"])):
+                assert (response.status, response.incomplete_details and response.incomplete_details.reason) == ("incomplete", why)
+                assert all(item.type != "function_call" for item in response.output)
+            limit = {name.replace("max_output", "max"): value for name, value in limit.items()}
+            (answer,) = (await live.post("/v1/chat/completions", **chat, **limit)).json()["choices"]
+            assert (answer["finish_reason"], "tool_calls" in answer["message"]) == (reason, False)
+        whole = (await live.post("/v1/responses", **body, stop=["<assistant>"])).json()
+        assert (whole["status"], whole["output"][-1]["name"]) == ("completed", "add")
+
+    with_server(scenario, parsers=PARSERS)
+
+
 def test_a_format_becomes_a_grammar(with_server):
     async def scenario(live):
         schema = {"type": "object"}
@@ -271,8 +301,20 @@ def test_a_format_becomes_a_grammar(with_server):
 
 
 def test_what_a_field_within_another_is_refused_for_is_told(shared_server):
-    refused = shared_server("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}).json()["error"]
-    assert (refused["param"], "how much the model writes cannot be set; say it" in refused["message"]) == ("text", True)
+    refused = shared_server("/v1/responses", {"input": "x", "text": {"functions": []}}).json()["error"]
+    assert (refused["param"], "use tools" in refused["message"]) == ("text", True)
+
+
+def test_verbosity_goes_to_the_template():
+    asked = decode_request(b'{"input": "x", "text": {"verbosity": "low"}}', ResponsesRequest)
+    assert (asked.as_chat().verbosity, asked.as_chat().response_format) == ("low", None)
+
+
+def test_truncation_may_be_auto_and_leaves_nothing_out(shared_server):
+    reply = shared_server("/v1/responses", {"input": "x", "truncation": "auto", "text": {"verbosity": "high"}}).json()
+    assert checked(reply).truncation == "disabled"
+    refused = shared_server("/v1/responses", {"input": "x y " * 900, "truncation": "auto"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +336,7 @@ def test_what_a_field_within_another_is_refused_for_is_told(shared_server):
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"reasoning": {"effort": "some"}}, "reasoning"),
         ({"reasoning": {"budget": 1}}, "reasoning"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text"),

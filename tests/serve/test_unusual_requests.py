@@ -68,7 +68,8 @@ def test_a_tool_may_have_a_cache_control(shared_server):
         ({"top_p": -0.1}, "top_p", "must lie between"),
         ({"prediction": {"type": "content"}}, "prediction", "content"),
         ({"prediction": "y"}, "prediction", "object"),
-        ({"verbosity": "low"}, "verbosity", "cannot be set; say it in a message"),
+        ({"verbosity": "loud"}, "verbosity", "must be 'high' or 'low' or 'medium'"),
+        ({"messages": [{**USER, "reasoning_details": [{"text": "a"}]}]}, "messages", "only an assistant's message has"),
         ({"store": True}, "store", "store is true, but must be false; nothing is stored; leave it out, and send whole"),
     ],
     ids=str,
@@ -85,6 +86,28 @@ def test_reasoning_has_two_names(names, content):
     message = {"role": "assistant", "content": content, **dict.fromkeys(names, "hm")}
     asked = decode_request(json.dumps({"messages": [message]}).encode(), ChatRequest)
     assert asked.messages[0].for_template() == {"role": "assistant", "content": content, "reasoning_content": "hm"}
+
+
+DETAILS = [
+    {"type": "reasoning.summary", "summary": "h", "format": "x", "index": 0},
+    {"type": "reasoning.text", "text": "m", "signature": None},
+    {"type": "reasoning.encrypted", "data": "e30="},
+]  # as OpenRouter's clients send them back
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"), [({}, "hm"), ({"reasoning": "why"}, "why"), ({"reasoning_content": ""}, ""), ({"reasoning": None}, "hm")]
+)
+def test_details_of_reasoning_count_where_there_is_no_other(fields, told):
+    message = {"role": "assistant", "content": "y", "reasoning_details": DETAILS} | fields
+    asked = decode_request(json.dumps({"messages": [message]}).encode(), ChatRequest)
+    assert asked.messages[0].for_template()["reasoning_content"] == told
+
+
+def test_details_of_reasoning_that_nobody_can_read_are_left_out():
+    message = {"role": "assistant", "content": "y", "reasoning_details": DETAILS[2:]}
+    asked = decode_request(json.dumps({"messages": [message]}).encode(), ChatRequest)
+    assert asked.messages[0].for_template() == {"role": "assistant", "content": "y"}
 
 
 def test_embeddings_may_ask_for_the_model_s_own_number_of_dimensions(shared_server):

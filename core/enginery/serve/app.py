@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -30,7 +31,7 @@ from enginery.serve.api.completions import complete
 from enginery.serve.api.embeddings import EmbeddingsRequest, embed
 from enginery.serve.api.operator_routes import operations, readiness
 from enginery.serve.api.responses import count_input_tokens, respond
-from enginery.serve.api.service import Service
+from enginery.serve.api.service import Service, json_answer
 from enginery.serve.api.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
 from enginery.serve.http.body_limits import BodyBounds
 from enginery.serve.http.caller import NoteCaller
@@ -40,6 +41,7 @@ from enginery.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from enginery.serve.schemas.body_schema import body_schema
 from enginery.serve.schemas.chat import ChatRequest
 from enginery.serve.schemas.completions import CompletionRequest
+from enginery.serve.schemas.described_replies import ModelCard, ModelList
 from enginery.serve.schemas.openapi import add_answers
 from enginery.serve.schemas.responses import InputTokensRequest, ResponsesRequest
 
@@ -110,11 +112,12 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_card(service, name, started_s) for name in service.model().names]})
+        cards = [_card(service, name, started_s) for name in service.model().names]
+        return json_answer(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> Response:
-        return JSONResponse(_card(service, service.model().check_name(model), started_s))
+        return json_answer(_card(service, service.model().check_name(model), started_s))
 
     @app.get("/health")
     async def health() -> Response:
@@ -128,10 +131,12 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
     return app
 
 
-def _card(service: Service, name: str, started_s: int) -> dict[str, object]:
-    facts = service.model().facts
-    card = {"id": name, "object": "model", "created": started_s, "owned_by": "enginery"}
-    return {**card, "root": facts.folder, "parent": None, "max_model_len": facts.max_model_len}
+def _card(service: Service, name: str, started_s: int) -> ModelCard:
+    facts, when = service.model().facts, datetime.fromtimestamp(started_s, UTC)
+    size = facts.max_model_len
+    return ModelCard(
+        id=name, display_name=name, created=started_s, created_at=when, root=facts.folder, max_model_len=size, max_input_tokens=size
+    )
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -212,7 +212,7 @@ def _refused(asked: Rendering, known: frozenset[str]) -> Rendered | None:
     told = f"its variables are {', '.join(sorted(known)) or 'none'}"[:500]
     for name in asked.variables.keys() - known:
         return Rendered(error=f"does not use the variable {name!r}; {told}", param="chat_template_kwargs")
-    if asked.needs_switch and not asked.switches.keys() & known:
+    if asked.needs_switch and not {name for name, value in asked.switches.items() if value in ("none", False)} & known:
         return Rendered(error=f"has none of {', '.join(asked.switches)}; {told}", param="reasoning_effort")
     return None
 

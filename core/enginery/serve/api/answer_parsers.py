@@ -96,7 +96,8 @@ class AnswerFormat:
 class AnswerReader:
     """Reads one answer: reasoning first, then calls in the rest.
 
-    is_over: there was a call, and only one is allowed; what follows is dropped. ended_in_call: the answer stopped within a call.
+    is_over: there was a call, and only one is allowed; what follows is dropped. ended_in_call: the answer stopped within a call, or
+    before the one that was forced.
     """
 
     def __init__(self, how: AnswerFormat) -> None:
@@ -140,6 +141,7 @@ class AnswerReader:
             kept.append(event)
             if self.is_over:
                 break
+        self.ended_in_call |= finished and self._calls_only and not self.has_called
         return kept
 
 

@@ -32,13 +32,14 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
         raise RequestError(f"'chat_template' is not accepted: {why}", param="chat_template")
     variables, effort = dict(asked.chat_template_kwargs or {}), asked.effort
     switches = {} if effort is None else _switches_of(effort, variables)
+    told = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}
     return partial(
         template.render,
         template=asked.chat_template,
         variables=variables,
-        switches=switches,
+        switches=switches | told,
         needs_switch=effort == "none" and reasons and not variables.keys() & switches.keys(),
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message is True,

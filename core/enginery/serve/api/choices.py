@@ -30,7 +30,8 @@ TOOL_CALLS: Final = "tool_calls"
 class ChoiceDelta:
     """What a step added to one choice. is_first: the request was queued, and there is no token yet.
 
-    events: what the parsers made of the text; one `ContentText` with all of it where nothing is parsed.
+    events: what the parsers made of the text; one `ContentText` with all of it where nothing is parsed. ended_in_call: it stopped
+    within a call, or before the one that was forced.
     """
 
     job: Job
@@ -43,6 +44,7 @@ class ChoiceDelta:
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stopped_by: str | None = None
+    ended_in_call: bool = False
     num_cached_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -91,6 +93,7 @@ class _Choice:
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=TOOL_CALLS if reason == FinishReason.STOP and reader.has_called and not reader.ended_in_call else reason,
             stopped_by=stopped_by,
+            ended_in_call=reader.ended_in_call,
             num_cached_tokens=output.num_cached_tokens,
             num_drafted=output.num_drafted,
             num_accepted=min(output.num_accepted, num_tokens),

@@ -11,7 +11,6 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.contracts.parsers import ToolCallEnded
 from enginery.contracts.request import TokenLogprob
 from enginery.serve.api.answer_blocks import Block, BlockKind, Blocks, Change
 from enginery.serve.api.choices import ChoiceDelta, stream_events
@@ -100,9 +99,8 @@ class _Layout:
         """What it adds to the items, and the log-probabilities of each text."""
         if delta.finish_reason == "length":
             self._status, self._why_cut = "incomplete", {"reason": "max_output_tokens"}
-        match delta.events:
-            case [*_, ToolCallEnded(complete=False)] if delta.stopped_by is not None:
-                self._status = "incomplete"  # OpenAI's reasons have no name for a stop string
+        elif delta.ended_in_call and delta.stopped_by is not None:
+            self._status = "incomplete"  # OpenAI's reasons have no name for a stop string
         self._logprobs += delta.logprobs
         for change, block, text in self._blocks.feed(delta.events):
             if change is Change.OPEN:

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from enginery.contracts.request import check_token_ids
 from enginery.errors import RequestError
 from enginery.serve.api.service import Service, json_answer, read_request
-from enginery.serve.schemas.chat import MAX_TOOLS, ChatMessage, ChatRequest, Effort, FunctionTool
+from enginery.serve.schemas import chat
 from enginery.serve.schemas.completions import MAX_MESSAGES, Int
 
 _OF_THE_TEMPLATE: Final = (
-    *("reasoning_effort", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "chat_template_kwargs"),
+    *("reasoning_effort", "reasoning", "thinking", "enable_thinking", "verbosity", "add_generation_prompt"),
+    *("continue_final_message", "chat_template", "chat_template_kwargs"),
 )
 
 
@@ -28,9 +28,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    reasoning_effort: Effort | None = None
+    messages: Annotated[list[chat.ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[chat.FunctionTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
+    reasoning_effort: chat.Effort | None = None
+    reasoning: chat.Reasoning | None = None
+    thinking: chat.Thinking | None = None
+    enable_thinking: bool | None = None
+    verbosity: chat.Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -58,8 +62,8 @@ async def tokenize(service: Service, http: Request) -> Response:
             raise RequestError(f"{field} goes with messages", param=field)
     text, add_special_tokens, field = asked.prompt or "", asked.add_special_tokens is not False, "prompt"
     if asked.messages is not None:
-        chat = ChatRequest(messages=asked.messages, **{name: getattr(asked, name) for name in _OF_THE_TEMPLATE})
-        text = await model.render(chat, tools=asked.tools or ())
+        body = chat.ChatRequest(messages=asked.messages, **{name: getattr(asked, name) for name in _OF_THE_TEMPLATE})
+        text = await model.render(body, tools=asked.tools or ())
         add_special_tokens, field = asked.add_special_tokens is True, "messages"
     tokens = await model.tokens(text, add_special_tokens=add_special_tokens, field=field)
 

@@ -39,6 +39,14 @@ class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     thinking: str
     signature: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="redacted_thinking"):
+    """Reasoning that only Anthropic can read. It is left out."""
+
+    data: str
+    cache_control: CacheControl | None = None
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_use"):
@@ -60,7 +68,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     cache_control: CacheControl | None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 BlockT = TypeVar("BlockT", TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock)
 
 
@@ -235,7 +243,7 @@ def _messages(message: AnthropicMessage) -> list[chat.ChatMessage]:
     if isinstance(message.content, str):
         return [chat.ChatMessage(role=message.role, content=message.content)]
     results = blocks_of(message.content, ToolResultBlock)
-    others = [block for block in message.content if not isinstance(block, ToolResultBlock)]
+    others = [block for block in message.content if not isinstance(block, ToolResultBlock | RedactedThinkingBlock)]
     messages = [_result(block) for block in results]
     return [*messages, _words(message.role, others)] if others or not results else messages
 

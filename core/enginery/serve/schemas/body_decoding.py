@@ -58,10 +58,19 @@ def decode_request(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
         raise _refusal(_shortened(str(error)), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         half = _HALF.search(body)  # msgspec says then that the body is truncated, or where the pair ends
-        why = f"{half[0].decode()} is half of a character, as where a text was cut; leave it out" if half else error
+        why = f"{half[0].decode()} is half of a character, as where a text was cut; leave it out" if half else _place(body) or error
         raise RequestError(f"the body is not JSON: {why}") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
+
+
+def _place(body: bytes | bytearray) -> UnicodeDecodeError | None:
+    """Where it is no UTF-8, if anywhere; msgspec says the place within one of its texts."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return error
+    return None
 
 
 def decode_json(text: str) -> object:

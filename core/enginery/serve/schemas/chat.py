@@ -50,7 +50,8 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One message; its text parts are put together, one to a line.
 
-    reasoning: another name of reasoning_content. annotations: of one that has none. parsed, provider_specific_fields: no effect.
+    reasoning: another name of reasoning_content; reasoning_details: where there is neither. annotations: of one that has none.
+    parsed, provider_specific_fields: no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -60,6 +61,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_details: list[dict[str, object]] | None = None
     annotations: Annotated[list[object], msgspec.Meta(max_length=0)] | None = None
     parsed: object = None
     provider_specific_fields: object = None
@@ -78,7 +80,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def _reasoned(self) -> str | None:
-        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+        told = "".join(str(part.get("text") or part.get("summary") or "") for part in self.reasoning_details or ()) or None
+        return next((text for text in (self.reasoning_content, self.reasoning, told) if text is not None), None)
 
     def _check(self) -> None:
         if self.reasoning not in (None, self._reasoned):
@@ -145,6 +148,7 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 Choice = Literal["auto", "none", "required"] | ToolChoice | AllowedTools
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -156,10 +160,11 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The same as OpenRouter's clients send it. exclude: the text of thinking is left out."""
+    """The same as OpenRouter's clients send it. max_tokens: without effect. exclude: the text of thinking is left out."""
 
     effort: Effort | None = None
     enabled: bool | None = None
+    max_tokens: Int | None = None
     exclude: bool | None = None
 
 
@@ -171,7 +176,10 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/chat/completions. chat_template: refused unless the operator trusts those of requests."""
+    """Body of /v1/chat/completions. chat_template: refused unless the operator trusts those of requests.
+
+    enable_thinking: as Qwen's clients send it; include_reasoning: as OpenRouter's. verbosity: for templates that have it.
+    """
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
@@ -182,6 +190,9 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    verbosity: Verbosity | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
@@ -192,11 +203,13 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def effort(self) -> Effort | None:
         """What all fields that are about reasoning come to; medium where it is enabled and nothing else is said."""
-        thinking, reasoning = self.thinking and self.thinking.type, self.reasoning or Reasoning()
-        if thinking == "disabled" or reasoning.enabled is False:
+        reasoning, told = self.reasoning or Reasoning(), {"enabled": True, "disabled": False}
+        enabled = (self.enable_thinking, reasoning.enabled, told.get(self.thinking.type) if self.thinking else None)
+        if False in enabled:
             return "none"
-        return self.reasoning_effort or reasoning.effort or ("medium" if thinking == "enabled" or reasoning.enabled else None)
+        return self.reasoning_effort or reasoning.effort or ("medium" if True in enabled else None)
 
     @property
     def shows_reasoning(self) -> bool:
-        return not (self.reasoning and self.reasoning.exclude) and (self.thinking is None or self.thinking.display != "omitted")
+        excluded = self.include_reasoning is False or (self.reasoning is not None and self.reasoning.exclude)
+        return not excluded and (self.thinking is None or self.thinking.display != "omitted")

@@ -127,6 +127,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
 
 UNSUPPORTED: Final = {
     **dict.fromkeys(("chat_template", "reasoning_effort", "prediction", "thinking"), "it is a field of /v1/chat/completions"),
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "verbosity"), "it is a field of /v1/chat/completions"),
     **dict.fromkeys(("audio", "modalities"), "only text can be generated"),
     **dict.fromkeys(("web_search_options", "max_tool_calls", "mcp_servers", "container"), "there are no tools on the server"),
     **dict.fromkeys(("previous_response_id", "conversation"), "conversations are not stored; send the whole one as input"),
@@ -136,12 +137,9 @@ UNSUPPORTED: Final = {
     "function_call": "use tools and tool_choice",
     "guided_decoding_backend": "the plugin of highest priority that has the kind of grammar is used",
     "guided_whitespace_pattern": "white space between the parts of JSON is up to the plugin that compiles grammars",
-    "chat_template_kwargs": "they are a field of /v1/chat/completions",
     "continue_final_message": "it is a field of /v1/chat/completions; a prompt is always continued",
-    "enable_thinking": "it is a variable of chat templates; send chat_template_kwargs, or reasoning_effort none",
     "suffix": "text cannot be inserted before a suffix",
     "prompt": "stored prompts are not supported; send input and instructions",
     "thread": "conversations are not stored; send all messages, without thread",
-    "verbosity": "how much the model writes cannot be set; say it in a message",
     "input_type": "texts are embedded as they are",
 }

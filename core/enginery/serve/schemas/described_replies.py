@@ -1,7 +1,8 @@
-"""Answers that are only described, for /openapi.json, because their endpoints build them as dicts. The others are in `replies`."""
+"""Answers that are only described, for /openapi.json, as their endpoints build dicts, and those about models. See `replies` too."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -85,20 +86,30 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is served. root: its folder."""
+    """A model that is served, with the fields of OpenAI, and from `display_name` on those of Anthropic. root: its folder."""
 
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "enginery"
     root: str
-    parent: None
+    parent: None = None
     max_model_len: int
+    display_name: str
+    created_at: datetime
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"]
+    """All of them: there is no other page."""
+
+    object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

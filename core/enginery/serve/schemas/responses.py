@@ -63,6 +63,7 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the text of the answer must be."""
 
     format: TextFormat | None = None
+    verbosity: chat.Verbosity | None = None
 
 
 class ResponsesTool(chat.Function, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,7 +113,7 @@ class InputTokensRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_o
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     def as_chat(self) -> chat.ChatRequest:
         """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
@@ -126,6 +127,7 @@ class InputTokensRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_o
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity if self.text else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

@@ -182,6 +182,11 @@ VERBOSE = "[{{ verbosity or 'usual' }}]{% for m in messages %}{{ m.content }}{% 
 def test_verbosity_is_for_templates_that_have_it(client, trusting):
     assert trusting.prompt(chat_template=VERBOSE, verbosity="low") == "[low]hi"
     assert trusting.prompt(chat_template=VERBOSE) == "[usual]hi"
+    refused = trusting.refusal(chat_template=VERBOSE, verbosity="low", chat_template_kwargs={"verbosity": "high"})
+    assert refused[1:] == (
+        "chat_template_kwargs",
+        "chat_template_kwargs: it has verbosity 'high', against a verbosity of 'low'; send one of them",
+    )
     assert client.prompt(verbosity="high") == client.prompt() == "<user>hi(think)<assistant>"
     with contextlib.closing(ChatTemplate(VERBOSE, variables={})) as template, pytest.raises(RequestError, match="has none of"):
         template.render(ASKED, switches={"reasoning_effort": "none", "verbosity": "low"}, needs_switch=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from enginery.contracts.parsers import ParserSpec, Told
 from enginery.errors import RequestError
-from enginery.serve.schemas.chat import ChatRequest, Effort, FunctionTool
+from enginery.serve.schemas.chat import ChatRequest, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck, writes_tools
 
 _Message = dict[str, Any]
@@ -30,17 +30,16 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     if asked.chat_template is not None and not trusts_templates:
         why = "templates of requests are not trusted here; the operator may allow them with --trust-request-chat-template"
         raise RequestError(f"'chat_template' is not accepted: {why}", param="chat_template")
-    variables, effort = dict(asked.chat_template_kwargs or {}), asked.effort
-    switches = {} if effort is None else _switches_of(effort, variables)
-    told = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
+    variables = dict(asked.chat_template_kwargs or {})
+    switches = _switches_of(asked, variables)
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}
     return partial(
         template.render,
         template=asked.chat_template,
         variables=variables,
-        switches=switches | told,
-        needs_switch=effort == "none" and reasons and not variables.keys() & switches.keys(),
+        switches=switches,
+        needs_switch=asked.effort == "none" and reasons and not variables.keys() & {"reasoning_effort", *_SWITCHES},
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message is True,
     )
@@ -102,12 +101,15 @@ def _calls_apart(message: _Message, results: dict[str, dict[str, object]]) -> It
             yield results.pop(call["id"])
 
 
-def _switches_of(effort: Effort, variables: Mapping[str, object]) -> dict[str, object]:
-    """The variables that an effort sets. Raises `RequestError` where the request sets one of them to something else."""
-    switches: dict[str, object] = {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
+def _switches_of(asked: ChatRequest, variables: Mapping[str, object]) -> dict[str, object]:
+    """The variables that fields set. Raises `RequestError` where the request sets one of them to something else."""
+    switches: dict[str, object] = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
+    if (effort := asked.effort) is not None:
+        switches |= {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
     for name in variables.keys() & switches.keys():
         if variables[name] != switches[name]:
-            message = f"it has {name} {variables[name]!r:.50}, against a reasoning_effort of {effort!r}; send one of them"
+            other = f"verbosity of {asked.verbosity!r}" if name == "verbosity" else f"reasoning_effort of {effort!r}"
+            message = f"it has {name} {variables[name]!r:.50}, against a {other}; send one of them"
             raise RequestError(f"chat_template_kwargs: {message}", param="chat_template_kwargs")
     return switches
 

@@ -25,6 +25,8 @@ import inspect
 import json
 import logging
 import os
+import re
+import resource
 import runpy
 import signal
 import socket
@@ -58,6 +60,7 @@ SCRIPTS = (
     "engine/joined_engine.py",
 )
 IN_NAMESPACE = ("ip", "netns", "exec")  # and its name, before a command
+UNDER_NOHUP = ("nohup",)
 _NETWORK = 0x40000000  # CLONE_NEWNET
 COMPILES = "/tests/hopper_"  # in the names of scripts that `compile_only` runs
 IMPORTED = (
@@ -175,9 +178,7 @@ def run_python(*arguments: str, kind: str = "whole", **options: Any) -> subproce
 
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     asked = _parameters.bind(self, *given).arguments
-    namespace = ""
-    if isinstance(asked["args"], list) and tuple(asked["args"][:3]) == IN_NAMESPACE:
-        namespace, asked["args"] = asked["args"][3], asked["args"][4:]
+    around, asked["args"] = _unwrapped(asked["args"])
     environ = dict(os.environ if asked["env"] is None else asked["env"])
     is_code = asked["args"][1:2] == ["-c"] and not _forked
     nursery = SMALL_NURSERY if _is_small(asked["args"]) else NURSERIES[_of_code or "whole"] if is_code else NURSERY
@@ -193,12 +194,32 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
         "environ": environ,
         "folder": str(asked["cwd"] or os.getcwd()),
         "is_session": bool(asked["start_new_session"]),
-        "namespace": namespace,
+        "around": around,
         "files": [0, 1, 2, *files[3:]],
     }
     self.pid = nursery.fork(request, files) if not _forked else _fork_here(request, files)
     self._child_created = True
     self._close_pipe_fds(*(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+
+def with_files(flag: str, count: int) -> tuple[str, ...]:
+    """Before a command: how many files it may open. flag: of ulimit."""
+    return ("sh", "-c", f'ulimit {flag} {count}; exec "$@"', "sh")
+
+
+def _unwrapped(command: Any) -> tuple[dict[str, Any], Any]:
+    """What a command changes for another that it runs, and the other."""
+    first = tuple(command[:4]) if isinstance(command, list) else ()
+    if first[:3] == IN_NAMESPACE:
+        return {"namespace": command[3]}, command[4:]
+    if first[:1] == UNDER_NOHUP:
+        return {"ignored": signal.SIGHUP}, command[1:]
+    if first[:2] == ("sh", "-c"):
+        for flag in ("-Sn", "-n"):
+            (count,) = re.findall(r"^ulimit \S+ (\d+);", command[2]) or ["0"]
+            if first == with_files(flag, int(count)):
+                return {"files": [int(count), None if flag == "-Sn" else int(count)]}, command[4:]
+    return {}, command
 
 
 def _is_of_the_engine(command: Any) -> bool:
@@ -299,8 +320,7 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
         gc.unfreeze = _nothing  # what was imported is nobody's garbage, and a look at it copies all of its memory: 0.2 s
         if request["is_session"]:
             os.setsid()
-        if request["namespace"]:
-            _enter(request["namespace"])
+        _change(**request["around"])
         _place(files, request["files"])
         os.chdir(request["folder"])
         os.environ.clear()
@@ -316,6 +336,17 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
 
 def _nothing() -> None:
     pass
+
+
+def _change(*, namespace: str = "", ignored: int = 0, files: Sequence[int | None] = ()) -> None:
+    """What the command did that was left out. files: the soft limit and the hard one, None as it is."""
+    if namespace:
+        _enter(namespace)
+    if ignored:
+        signal.signal(ignored, signal.SIG_IGN)
+    if files:
+        soft, hard = files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else hard))
 
 
 def _enter(namespace: str) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from chaos.harness import SETTINGS, Server, started
 from pairwise import EVERYTHING
+from quick_processes import with_files
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}  # 1.6 s at the least
 
@@ -90,9 +91,9 @@ def test_row_8_a_slow_sender_is_told_and_holds_nobody_up(server, parts):
 def test_row_8_more_idle_connections_than_a_process_may_usually_have_files_stop_nothing():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # for this side of the connections
-    command = ("sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh")
+    prefix = with_files("-Sn", 1024)
     try:
-        with started(prefix=command) as server, concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        with started(prefix=prefix) as server, concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
             running = pool.submit(server.complete, "x", **LONG | {"max_tokens": 900 if EVERYTHING else 400}, stream=True)
             for _ in range(1_100):
                 stack.enter_context(socket.create_connection(server.address, timeout=20))

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import quick_processes
 from chaos.faulty_engine import BROKEN, NAN, OUT_OF_MEMORY, RAISES, WEDGE, WRONG_SHAPE
 from chaos.harness import HERE, SETTINGS, started
 
@@ -211,7 +212,7 @@ def test_row_37_without_a_network_a_model_of_the_hub_is_an_error_that_says_so():
 def test_row_39_a_second_server_on_the_port_ends_before_it_loads_anything(server):
     host, port = server.address
     code = f"from enginery.serve.http.listening import bind; bind({host!r}, {port})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = quick_processes.run_python("-c", code, capture_output=True, text=True, timeout=150, check=False)
     assert f"port {port} of {host} cannot be used" in done.stderr
 
 

@@ -18,6 +18,7 @@ PLUGIN_PACKAGES = sorted(
     for package in tomllib.loads(path.read_text())["project"]["entry-points"]["enginery"].values()
 )
 MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin", ".serve", ".serve.app", ".text"]
+MODULES += [".serve.server", ".serve.engine.process"]
 WHY = ["list-backends", "--why", "enginery-tiny", "--device", "cpu", "-p", "no:ops-cpu"]  # which asks torch what the CPU has
 COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], WHY, ["plugins"], ["test-backend", "--help"]]
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pairwise import EVERYTHING
 
 pytestmark = pytest.mark.skipif(EVERYTHING, reason="all processes are started as always")
 TOLD = """
-import asyncio, atexit, json, logging, os, signal, sys, threading
+import asyncio, atexit, json, logging, os, resource, signal, sys, threading
 atexit.register(lambda: print("the end"))
 handlers = {name: str(signal.getsignal(signal.Signals[name])) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD")}
 print(json.dumps({
@@ -27,6 +28,7 @@ print(json.dumps({
     "environ": dict(os.environ), "handlers": handlers, "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "files": [number for number in range(3, 200) if os.path.exists(f"/proc/self/fd/{number}")],
     "parent": os.getppid(), "is_group": os.getpgid(0) == os.getpid(), "threads": threading.active_count(),
+    "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
     "logging": [logging.root.level, len(logging.root.handlers)],
     "command": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
 }), flush=True)
@@ -36,12 +38,14 @@ sys.exit(3)
 """
 
 
-def told(tmp_path: Path, how: contextlib.AbstractContextManager[None], *, session: bool) -> tuple[object, ...]:
+def told(
+    tmp_path: Path, how: contextlib.AbstractContextManager[None], *, session: bool = False, prefix: Sequence[str] = ()
+) -> tuple[object, ...]:
     reading, writing = os.pipe()
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "WORD": "é"}
     with how:
         done = subprocess.run(
-            [sys.executable, "-c", TOLD, "one", "é", ""],
+            [*prefix, sys.executable, "-c", TOLD, "one", "é", ""],
             input="given",
             capture_output=True,
             text=True,
@@ -65,6 +69,21 @@ def test_a_forked_process_is_as_a_fresh_one(tmp_path: Path, *, session: bool) ->
     mine[-1]["files"] = fresh[-1]["files"]
     assert mine == fresh
     assert mine[0] == 3
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [("nohup",), quick_processes.with_files("-Sn", 123), quick_processes.with_files("-n", 123), ("env",)],
+    ids=["nohup", "a soft limit", "a hard limit", "started as always"],
+)
+def test_a_command_that_runs_it_does_to_it_what_it_does_to_a_fresh_one(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    mine = told(tmp_path, quick_processes.code_too(), prefix=prefix)
+    fresh = told(tmp_path, quick_processes.own_processes(), prefix=prefix)
+    for *_, said in (mine, fresh):
+        said["files"] = []
+        said["environ"] = {name: value for name, value in said["environ"].items() if name not in ("PWD", "OLDPWD", "SHLVL", "_")}
+    assert mine == fresh
+    assert (mine[-1]["limits"][0] == 123) == (prefix[0] == "sh")
 
 
 FAMILY = """

@@ -62,9 +62,9 @@ def test_an_output_that_is_closed_or_full_hurts_nobody(closed):
 
 def test_a_full_disk_does_not_keep_a_server_from_starting(tmp_path):
     """It comes as far as a model that is not there."""
-    code = 'exec "$0" -m enginery serve --no-plugins --port 0 "$1" >/dev/full'
-    command = ["sh", "-c", code, sys.executable, str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    command = [sys.executable, "-m", "enginery", "serve", "--no-plugins", "--port", "0", str(tmp_path / "none")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, "is no folder" in done.stderr) == (2, True), done.stderr
 
 

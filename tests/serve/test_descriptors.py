@@ -11,16 +11,13 @@ import time
 import httpx
 import pytest
 from fake_engine import HELD
+from quick_processes import with_files
 from running import PATIENCE_S, started, wait_until
 
 from enginery.errors import ConfigError
 from enginery.serve.http.listening import Descriptors, bind
 
 FEW = 64
-
-
-def limited(flags):
-    return ("sh", "-c", f'ulimit {flags} {FEW}; exec "$@"', "sh")
 
 
 @contextlib.contextmanager
@@ -48,13 +45,13 @@ def completion(url):
 
 
 def test_the_soft_limit_on_descriptors_is_raised(folder):
-    with started(folder, prefix=limited("-Sn")) as (_, url), idle_connections(url, 4 * FEW):
+    with started(folder, prefix=with_files("-Sn", FEW)) as (_, url), idle_connections(url, 4 * FEW):
         assert completion(url).status_code == 200
 
 
 def test_without_descriptors_probes_are_answered_streams_go_on_and_the_rest_is_refused(folder, log):
     held = {"prompt": "a b", "seed": HELD, "max_tokens": 20, "ignore_eos": True, "stream": True}
-    with started(folder, prefix=limited("-n")) as (process, url):
+    with started(folder, prefix=with_files("-n", FEW)) as (process, url):
         with (
             httpx.stream("POST", f"{url}/v1/completions", json=held, timeout=PATIENCE_S) as stream,
             idle_connections(url, 4 * FEW) as connections,

@@ -7,13 +7,13 @@ import http.server
 import json
 import logging
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
+import quick_processes
 import trustme
 from fake_engine import FAIL, HELD
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -352,7 +352,7 @@ def test_the_command_line_takes_a_key_from_the_environment_and_shows_it_nowhere(
         "main(['serve', '--no-plugins', '--admin-key', 'boss'])\n"
     )
     monkeypatch.setenv("ENGINERY_API_KEY", "hunter2 hunter3")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = quick_processes.run_python("-c", code, capture_output=True, text=True, timeout=150, check=False)
     assert "\n('hunter2', 'hunter3') ('boss',) ServeSettings(" in done.stdout, done.stderr
     assert done.stdout.count("hunter2") == 1
 

@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 import pytest
+import quick_processes
 from fake_engine import BREAK, COMMAND, FAIL, HELD, PLUGIN, FakeEngine
 from process_table import is_running, wait_until_gone
 from running import PATIENCE_S
@@ -120,11 +121,6 @@ def test_what_had_come_is_given_before_the_error_that_ends_it(tmp_path):
                 await anext(outputs)
 
     with_client(scenario, tmp_path)
-
-
-def test_the_front_imports_no_torch():
-    code = "import sys, enginery.serve.server, enginery.serve.engine.process; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_socket_is_for_nobody_else_and_leaves_nothing_behind_when_all_are_killed(folder):
@@ -359,7 +355,7 @@ def test_an_engine_never_outlives_its_parent(folder, is_stopped):
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+    with quick_processes.code_too(), subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         child = int(parent.stdout.readline())
         assert is_running(child)
         if is_stopped:  # then only the kernel can end it

@@ -18,6 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import quick_processes
 from fake_engine import COMMAND, FAIL, HELD
 from process_table import is_running, wait_until_gone
 from running import PATIENCE_S, SERVER, child_of, is_stopping, started, wait_until
@@ -111,7 +112,7 @@ def test_routes_of_an_unknown_plugin_end_the_start(folder):
         f"settings = ServeSettings(port=0, routes=('absent',), engine_command={COMMAND!r})\n"
         f"serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings, StartDisplay())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = quick_processes.run_python("-c", code, capture_output=True, text=True, timeout=150, check=False)
     assert "PluginError" in done.stderr
     assert "absent" in done.stderr
 

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import httpx
 import pytest
+import quick_processes
 from fake_engine import HELD
 from process_table import is_running, wait_until_gone
 from running import PATIENCE_S, child_of, is_stopping, started, wait_until
@@ -109,5 +108,5 @@ def test_a_signal_just_when_an_engine_starts(folder, tmp_path, name):
     there = tmp_path / "there"
     there.mkdir()
     environment = {**os.environ, "TMPDIR": str(there)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = quick_processes.run_python("-c", code, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, list(there.iterdir())) == (0, []), done.stderr

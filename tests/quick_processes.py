@@ -3,7 +3,7 @@
 `subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks. What it forks
 is a child of this process as any other is, with its own arguments, environment, files and working directory, and goes on as a
 fresh interpreter would. A server that was made so forks its own children itself. Scripts that compile kernels are forked too, as
-they import torch. Everything else is started as always, and with FULL_TESTS=1 and on a CUDA device all is; so is what a test with
+they import torch, and what `nohup`, `ip netns` or a shell with `ulimit` runs. Everything else is started as always, and with FULL_TESTS=1 and on a CUDA device all is; so is what a test with
 the fixture `own_processes` starts.
 
 What differs: modules are there that the command did not import (tests/meta/test_cheap_start.py starts its own processes), variables
@@ -61,6 +61,7 @@ SCRIPTS = (
 )
 IN_NAMESPACE = ("ip", "netns", "exec")  # and its name, before a command
 UNDER_NOHUP = ("nohup",)
+STARTS = "from enginery.cli.main import main"  # in the code that `engine bench serve` runs as its server
 _NETWORK = 0x40000000  # CLONE_NEWNET
 COMPILES = "/tests/hopper_"  # in the names of scripts that `compile_only` runs
 IMPORTED = (
@@ -227,7 +228,8 @@ def _is_of_the_engine(command: Any) -> bool:
         return False
     first, *rest = [str(each) for each in command[1:] if each != "-P"]
     is_script = first.endswith(SCRIPTS) or COMPILES in first
-    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and bool(_of_code)) or is_script
+    is_code = first == "-c" and (bool(_of_code) or (_forked and STARTS in rest[0]))
+    return (first == "-m" and rest[0] in MODULES) or is_code or is_script
 
 
 def _is_small(command: Any) -> bool:

@@ -179,9 +179,10 @@ def fake(ports: list[Port]) -> Iterator[Fake]:
     fake.look.release(1000)
 
 
-@pytest.fixture(scope="module")  # no longer, since playwright's event loop would run on under the tests of other files
-def browser():
-    """Chromium. Where REQUIRE_BROWSER is set it must be there; elsewhere its tests are skipped without it."""
+@pytest.fixture(scope="session")
+def started_browser():
+    """Chromium, and the event loop that playwright runs beside the tests. Where REQUIRE_BROWSER is set it must be there; elsewhere
+    its tests are skipped without it."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if not os.environ.get("REQUIRE_BROWSER"):
         pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright")
@@ -190,8 +191,20 @@ def browser():
     playwright = importlib.import_module("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        yield opened, loop
+        asyncio._set_running_loop(loop)
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def browser(started_browser):
+    """That browser. Its loop is told of only as long as a module's tests: those of other files run loops of their own."""
+    opened, loop = started_browser
+    asyncio._set_running_loop(loop)
+    yield opened
+    asyncio._set_running_loop(None)
 
 
 @pytest.fixture(scope="module")

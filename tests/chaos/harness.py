@@ -38,7 +38,7 @@ OPTIONS = {
 }
 SETTINGS = {"watchdog_s": 1.5, "drain_s": 40.0, "limits": {"receive_s": 2.0, "send_s": 2.0}}
 STEP_S = 0.004
-TRIALS = {} if EVERYTHING else {"CHAOS_TRIAL_S": "0.5"}  # of evil grammars, which all take as long as they may
+TRIALS = {} if EVERYTHING else {"CHAOS_TRIAL_S": "1.0"}  # of evil grammars, which all take as long as they may
 CONTROL = {"prompt": "The quick brown fox jumps over", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 

@@ -8,17 +8,15 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.host_memory import available_host_bytes
 from enginery.config.resolve import check
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError
-from enginery.plugin.boundary import described
-from enginery.plugin.registry import Registry
-from enginery.worker.weights.shares import stage_of
+
+if TYPE_CHECKING:
+    from enginery.plugin.registry import Registry
 
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
 _PROCESS_BYTES: Final = 256 << 20  # of an engine's process without a model: torch is most of it
@@ -41,6 +39,11 @@ def check_before_start(options: EngineOptions, *, host: str, port: int, dp: int)
 
 def check_ranks(options: EngineOptions, registry: Registry) -> None:
     """What the model, if its folder is here, refuses of --tp and --pp: ranks say so half a minute later. Raises `EnginError`."""
+    from enginery.checkpoint.folder import find_folder, read_config  # here: ports are told of before what takes time to import
+    from enginery.contracts.parallel import ParallelFacts
+    from enginery.plugin.boundary import described
+    from enginery.worker.weights.shares import stage_of
+
     if options.num_ranks == 1:
         return
     model = registry.default_checkpoint().name if options.model is None else options.model

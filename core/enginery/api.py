@@ -161,6 +161,7 @@ from enginery.contracts.parsers import (
     Tool as Tool,
     ToolCallBegun as ToolCallBegun,
     ToolCallEnded as ToolCallEnded,
+    writes_tools as writes_tools,
 )
 from enginery.contracts.plan import (
     Accepted as Accepted,

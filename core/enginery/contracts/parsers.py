@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -11,6 +12,11 @@ from enginery.contracts.versions import ApiVersion
 
 ParserKind = Literal["tools", "reasoning"]
 Told = list[dict[str, object]]  # tools, or messages, as a chat template takes them
+
+
+def writes_tools(template: str | None) -> bool:
+    """Whether a template knows of tools. DeepSeek-V3's has calls and their results alone, Phi 4-mini's a member of a message."""
+    return template is None or re.search(r"(?<![\w.'\"])tools(?![\w'\"])", template) is not None  # as a variable
 
 
 @dataclass(frozen=True, slots=True)

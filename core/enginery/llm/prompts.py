@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
+from enginery.contracts.parsers import writes_tools
 from enginery.contracts.request import SamplingParams
 from enginery.errors import CheckpointError, RequestError
-from enginery.text.template import writes_tools
 from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
 

@@ -186,5 +186,4 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     last = torch.searchsorted(cumulative, total)  # the first column to reach it
-    target = uniform[:, None] * total
-    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last).squeeze(1)
+    return torch.minimum(torch.searchsorted(cumulative, uniform[:, None] * total, right=True), last).squeeze(1)

@@ -26,7 +26,6 @@ from enginery.text.tokenizer import Tokenizer
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? (?:is(?: not)?|==|!=) [nN]one")
 _READS_A_PART: Final = re.compile(r"content['\"]?\]?\[0\](?:\.|\[['\"])text")
 _AS_ONE: Final = (["system", "developer"], ["developer", "system"], ["developer", "developer"])
-_TOOLS: Final = re.compile(r"(?<![\w.'\"])tools(?![\w'\"])")  # as a variable
 _MAX_VARIABLES: Final = 64
 _MAX_NAME: Final = 64
 _RESERVED: Final = GIVEN | {
@@ -38,11 +37,6 @@ _RESERVED: Final = GIVEN | {
 
 class TemplateStuck(EnginError):
     """The process that renders templates does not answer, by no fault of the conversation. Served as HTTP 503."""
-
-
-def writes_tools(template: str | None) -> bool:
-    """Whether a template knows of tools. DeepSeek-V3's has calls and their results alone, Phi 4-mini's a member of a message."""
-    return template is None or _TOOLS.search(template) is not None
 
 
 def read_template(folder: Path | str) -> str | None:

@@ -10,8 +10,9 @@ from family_templates_made import FAMILIES
 from tokenizers_made import byte_level, save
 from transformers import AutoTokenizer
 
+from enginery.contracts.parsers import writes_tools
 from enginery.errors import CheckpointError, ConfigError, RequestError
-from enginery.text.template import ChatTemplate, read_template, writes_tools
+from enginery.text.template import ChatTemplate, read_template
 from enginery.text.template_process import Limits
 from enginery.text.tokenizer import Tokenizer
 

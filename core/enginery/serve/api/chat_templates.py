@@ -9,10 +9,10 @@ from functools import partial
 from itertools import product
 from typing import Any, Final
 
-from enginery.contracts.parsers import ParserSpec, Told
+from enginery.contracts.parsers import ParserSpec, Told, writes_tools
 from enginery.errors import RequestError
 from enginery.serve.schemas.chat import ChatRequest, FunctionTool
-from enginery.text.template import ChatTemplate, TemplateStuck, writes_tools
+from enginery.text.template import ChatTemplate, TemplateStuck
 
 _Message = dict[str, Any]
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it

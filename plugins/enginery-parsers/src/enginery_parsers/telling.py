@@ -7,15 +7,16 @@ import re
 from functools import partial
 from typing import Any, Final
 
+from enginery.api import writes_tools
+
 Told = list[dict[str, Any]]
-_WRITES_TOOLS: Final = re.compile(r"(?<![\w.'\"])tools(?![\w'\"])")  # as a variable
 _TAKES_TOOLS_WITHIN: Final = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")  # a message
 _json: Final = partial(json.dumps, ensure_ascii=False)
 
 
 def tell_phi(source: str, tools: Told, messages: Told) -> tuple[Told, Told] | None:
     """Phi 4-mini's template takes tools within the system's message."""
-    if _WRITES_TOOLS.search(source) or not _TAKES_TOOLS_WITHIN.search(source):
+    if writes_tools(source) or not _TAKES_TOOLS_WITHIN.search(source):
         return None
     told = [
         _with_calls(message, '{{"name": "{}", "arguments": {}}}', ", ", "<|tool_call|>[{}]<|/tool_call|>") for message in messages

@@ -282,14 +282,30 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: str) -> None:
     st.sampled_from([2, 4, 16]),
 )
 def test_every_pair_is_in_one_tile_of_its_expert(ids: list[list[int]], block_m: int) -> None:
-    flat = torch.tensor(ids, dtype=torch.int32)
-    order, tiles = sort_by_expert(flat, 7, block_m=block_m, dependent_launch=False)
-    assert sorted(order.tolist()) == list(range(flat.numel()))
+    check_sorted(torch.tensor(ids, dtype=torch.int32), 7, block_m=block_m, device="cpu")
+
+
+@on_devices
+@pytest.mark.parametrize(("num_tokens", "num_experts", "block_m"), [(1025, 3, 16), (1111, 60, 128), (1700, 512, 64), (4200, 8, 32)])
+def test_many_pairs_are_counted(num_tokens: int, num_experts: int, block_m: int, device: str) -> None:
+    """Some experts have none, and one has half of all."""
+    torch.manual_seed(num_tokens)
+    ids = torch.randint(num_experts, (num_tokens, 4), dtype=torch.int32)
+    ids[ids % 7 == 5] = 0
+    ids[::2] = num_experts // 2
+    check_sorted(ids, num_experts, block_m=block_m, device=device)
+
+
+def check_sorted(ids: torch.Tensor, num_experts: int, *, block_m: int, device: str) -> None:
+    """Pairs are in their experts' order and each expert's in their own, and each is in one tile of its expert."""
+    order, tiles = sort_by_expert(ids.to(device), num_experts, block_m=block_m, dependent_launch=chained(device))
+    order, flat = order.cpu(), ids.flatten()
+    assert order.tolist() == flat.sort(stable=True).indices.tolist()
     seen = []
     for expert, first, end in tiles.tolist():
         if expert >= 0:
             mine = order[first : min(first + block_m, end)]
-            assert (flat.flatten()[mine.long()] == expert).all()
+            assert (flat[mine.long()] == expert).all()
             seen += mine.tolist()
     assert sorted(seen) == list(range(flat.numel()))
 

@@ -10,9 +10,12 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery_ops_triton.kernels import experts as kernels
+from enginery_ops_triton.kernels import sorting
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
-SORT_FEW, SORT_BLOCK = 256, 4096  # pairs that a program looks at together
+SORT_FEW, SORT_BLOCK = 256, 1024  # pairs that a program looks at together
+SORT_MANY = 4096  # pairs; more are counted by chunks
+CHUNK, SHARE, ROWS = 128, 4, 256  # pairs of a program that counts or moves them; experts of one that adds up, and chunks at a time
 SUM_BLOCK, LEAST_SUM_BLOCK = 1024, 128  # columns of a program
 SUM_PROGRAMS: Final = 256  # wanted, where there are few tokens
 
@@ -31,19 +34,49 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, *, block_m: int, depende
     sparse = num_pairs <= most_tiles  # a tile for each pair is then no more
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((min(num_pairs, most_tiles), 3), dtype=torch.int32, device=ids.device)
+    if num_pairs > SORT_MANY and not sparse:
+        _sort_by_counting(ids, order, tiles, num_experts, block_m=block_m, dependent_launch=dependent_launch)
+        return SortedPairs(order, tiles)
     kernels.sort_pairs[(num_experts,)](
         ids,
         order,
         tiles,
         num_pairs,
-        BLOCK_M=block_m,
-        SPARSE=sparse,
+        block_m,
+        int(sparse),
         BLOCK=SORT_FEW if num_pairs <= SORT_FEW else SORT_BLOCK,
         CHAINED=dependent_launch,
-        num_warps=8 if num_pairs > SORT_FEW else 1,
+        num_warps=4 if num_pairs > SORT_FEW else 1,
         launch_pdl=dependent_launch,
     )
     return SortedPairs(order, tiles)
+
+
+def _sort_by_counting(
+    ids: torch.Tensor, order: torch.Tensor, tiles: torch.Tensor, num_experts: int, *, block_m: int, dependent_launch: bool
+) -> None:
+    """The same of many pairs, where a program for each expert that reads all of them would take long."""
+    num_pairs, experts = ids.numel(), next_power_of_2(max(num_experts, SHARE))
+    num_chunks = -(-num_pairs // CHUNK)
+    counts = torch.empty((num_chunks, experts), dtype=torch.int32, device=ids.device)
+    totals = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    chunked = {"EXPERTS": experts, "CHUNK": CHUNK, "CHAINED": dependent_launch, "num_warps": 8, "launch_pdl": dependent_launch}
+    sorting.count_chunks[(num_chunks,)](ids, counts, totals, num_pairs, **chunked)
+    sorting.place_chunks[(-(-num_experts // SHARE),)](
+        counts,
+        totals,
+        tiles,
+        num_chunks,
+        num_experts,
+        block_m,
+        EXPERTS=experts,
+        SHARE=SHARE,
+        ROWS=ROWS,
+        CHAINED=dependent_launch,
+        num_warps=4,
+        launch_pdl=dependent_launch,
+    )
+    sorting.scatter_pairs[(num_chunks,)](ids, counts, order, num_pairs, **chunked)
 
 
 def add_up(parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, dependent_launch: bool) -> None:

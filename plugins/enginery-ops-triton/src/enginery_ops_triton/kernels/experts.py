@@ -195,21 +195,21 @@ def down_of_pairs(
     tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
 
 
-@kernel_of_any("num_pairs")
+@kernel_of_any("num_pairs", "block_m", "sparse")
 def sort_pairs(
     ids: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     num_pairs: int,
-    BLOCK_M: tl.constexpr,
-    SPARSE: tl.constexpr,
+    block_m: int,
+    sparse: int,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """ids: [num_pairs]; order: [num_pairs], pairs by expert; tiles: [slots, 3], each an expert, its first place in order, its end.
 
     Program e writes expert e's part. Its pairs begin at `lower`, the number of pairs with a lower expert, and its slots at
-    e + lower // BLOCK_M (SPARSE: at lower), which leaves enough for each expert without knowing the others' counts. Slots without
+    e + lower // block_m (sparse: at lower), which leaves enough for each expert without knowing the others' counts. Slots without
     pairs hold expert -1.
     """
     release_successor(CHAINED)
@@ -225,11 +225,11 @@ def sort_pairs(
         here += (inside & (found == expert)).to(tl.int32)
     lower = tl.sum(below, axis=0)
     count = tl.sum(here, axis=0)
-    slot = lower if SPARSE else expert + lower // BLOCK_M
-    num_slots = count if SPARSE else 1 + (lower + count) // BLOCK_M - lower // BLOCK_M
+    slot = tl.where(sparse != 0, lower, expert + lower // block_m)
+    num_slots = tl.where(sparse != 0, count, 1 + (lower + count) // block_m - lower // block_m)
     for start in range(0, bound(num_slots), BLOCK):
         number = start + offset
-        begin = number * BLOCK_M
+        begin = number * block_m
         at = tiles + (slot + number) * 3
         wanted = number < num_slots
         tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)

@@ -30,6 +30,7 @@ TRIAL_S: Final = 2.0
 # last, so a schema's own `x-guidance` cannot make the compiler drop the keywords it does not know.
 _JSON: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}", "lenient": False}
 _FORMAT: Final = re.compile(r'"format"\s*:\s*"([^"]*)"')
+_BEYOND_AUTOMATA: Final = re.compile(r"\(\?<?[=!]|\\[1-9]")  # looking around, and what a group has matched
 _SCHEMA_IN_LARK: Final = re.compile(r"%json\s*(?=\{)")
 _STANDARD_FORMATS: Final = {  # JSON Schema 2020-12, validation, section 7.3
     *("date-time", "date", "time", "duration"),
@@ -143,27 +144,43 @@ def _json_schema(source: str) -> str:
         raise RequestError(f"the JSON schema is {what}: {_short(str(error))}", param="grammar") from error
 
 
-def _without_remarks(source: str) -> str:
-    """The schema without formats that no standard defines. Pydantic and OpenAPI write `path`, `password`, `binary` as remarks."""
-    if set(_FORMAT.findall(source)) <= _STANDARD_FORMATS:
+def _without_remarks(source: str, *, is_lenient: bool = False) -> str:
+    """The schema without formats that no standard defines. Pydantic and OpenAPI write `path`, `password`, `binary` as remarks.
+
+    A lenient one is also without patterns that no automaton matches, and without references to other documents: the library leaves
+    out only keywords that it does not know.
+    """
+    if not is_lenient and set(_FORMAT.findall(source)) <= _STANDARD_FORMATS:
         return source
     with suppress(ValueError, RecursionError):  # what is wrong with it is told by the library
-        return json.dumps(_plain(json.loads(source)), allow_nan=False)
+        return json.dumps(_plain(json.loads(source), _is_unknown if is_lenient else _is_remark), allow_nan=False)
     return source
 
 
-def _plain(schema: object) -> object:
+def _plain(schema: object, is_left_out: Callable[[str, object], bool]) -> object:
+    """is_left_out: of a keyword and its value."""
     if isinstance(schema, list):
-        return [_plain(each) for each in schema]
+        return [_plain(each, is_left_out) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, object] = {}
     for key, below in schema.items():
         if key in _NAMED and isinstance(below, dict):
-            kept[key] = {name: _plain(each) for name, each in below.items()}
-        elif key != "format" or not isinstance(below, str) or below in _STANDARD_FORMATS:
-            kept[key] = below if key in _VALUES else _plain(below)
+            names = [name for name in below if key != "patternProperties" or not is_left_out("pattern", name)]
+            kept[key] = {name: _plain(below[name], is_left_out) for name in names}
+        elif not is_left_out(key, below):
+            kept[key] = below if key in _VALUES else _plain(below, is_left_out)
     return kept
+
+
+def _is_remark(key: str, value: object) -> bool:
+    return key == "format" and isinstance(value, str) and value not in _STANDARD_FORMATS
+
+
+def _is_unknown(key: str, value: object) -> bool:
+    if key == "pattern":
+        return isinstance(value, str) and bool(_BEYOND_AUTOMATA.search(value))
+    return _is_remark(key, value) or (key == "$ref" and isinstance(value, str) and not value.startswith("#"))
 
 
 def _lark(source: str) -> str:
@@ -173,8 +190,9 @@ def _lark(source: str) -> str:
         if found.start() < place:
             continue  # within another's text
         with suppress(ValueError, RecursionError):
-            _, end = json.JSONDecoder().raw_decode(source, found.end())
-            parts += [source[place : found.end()], _without_remarks(source[found.end() : end])]
+            schema, end = json.JSONDecoder().raw_decode(source, found.end())
+            is_lenient = '"lenient": true' in json.dumps(schema.get("x-guidance"))
+            parts += [source[place : found.end()], _without_remarks(source[found.end() : end], is_lenient=is_lenient)]
             place = end
     return LLMatcher.grammar_from_lark("".join(parts) + source[place:])
 

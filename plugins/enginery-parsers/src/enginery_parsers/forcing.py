@@ -145,7 +145,7 @@ class ForcePythonic(ForceList):
 
     def _calls(self, asked: Asked) -> tuple[list[str], list[str]]:
         calls = []
-        rules = ["ANY_NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}/", f"any_argument: ANY_NAME {literal('=')} {json_value({})}"]
+        rules = ["ANY_NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}/", f"any_argument: ANY_NAME {literal('=')} {json_value({}, exact=True)}"]
         for index, tool in enumerate(asked.wanted):
             arguments = '(any_argument (", " any_argument)*)?'
             if asked.required or tool.strict:
@@ -237,7 +237,7 @@ def _object(tool: Tool, *, required: bool) -> str:
     schema = tool.parameters if required or tool.strict else {}
     if schema.get("type", "object") != "object":
         raise RequestError(f"the parameters of {tool.name} must describe an object, as arguments are", param="tools")
-    return json_value({"type": "object", **schema})
+    return json_value({"type": "object", **schema}, exact=tool.strict)
 
 
 def _python_value(tool: Tool, key: str) -> str:
@@ -246,7 +246,7 @@ def _python_value(tool: Tool, key: str) -> str:
     schema = properties[key]
     if is_any_boolean(schema):
         return '("True" | "False" | "true" | "false")'
-    return json_argument(schema, tool.parameters) if isinstance(schema, Mapping) else json_value({})
+    return json_argument(tool, schema) if isinstance(schema, Mapping) else json_value({}, exact=True)
 
 
 def _alone(asked: Asked, calls: str) -> list[str]:

@@ -19,10 +19,13 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def json_value(schema: Mapping[str, Any]) -> str:
-    """JSON text that satisfies a schema, spaced as in the models' templates. Raises `RequestError`."""
+def json_value(schema: Mapping[str, Any], *, exact: bool) -> str:
+    """JSON text that satisfies a schema, spaced as in the models' templates; if not exact, what the compiler knows of the schema.
+
+    Raises `RequestError`.
+    """
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+        return f"%json {json.dumps({**schema, 'x-guidance': {**_SPACING, 'lenient': not exact}})}"
     except RecursionError as error:
         raise RequestError("the parameters of a tool are nested too deeply", param="tools") from error
 

@@ -52,25 +52,25 @@ class TaggedArguments:
                 value, more = self._strict_value(tool, key, types, f"VALUE_{index}_{place}")
                 rules += more
             else:
-                value = self._value(_property(tool, key), types, tool.parameters)
+                value = self._value(tool, _property(tool, key), types)
             rules.append(f'{rule}: {literal(self._written.key + key)} {self._between()} {value} "\\n"?')
             arguments.append(rule if key in required else f"{rule}?")
         return " ".join(arguments), rules
 
-    def _value(self, schema: Any, types: frozenset[str], parameters: Mapping[str, Any]) -> str:
-        whole = resolved(schema, parameters)
+    def _value(self, tool: Tool, schema: Any, types: frozenset[str]) -> str:
+        whole = resolved(schema, tool.parameters)
         if types and "string" not in types:
-            return f"{self._bare(whole, parameters)} {self._end}"
+            return f"{self._bare(tool, whole)} {self._end}"
         choices = whole.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
             return f"({' | '.join(map(literal, choices))}) {self._end}"
         return "text"
 
-    def _bare(self, schema: Any, parameters: Mapping[str, Any]) -> str:
+    def _bare(self, tool: Tool, schema: Any) -> str:
         """A value that is no string."""
         if self._written.python_words and is_any_boolean(schema):
             return '("True" | "False" | "true" | "false")'
-        return json_argument(schema, parameters)
+        return json_argument(tool, schema)
 
     def _strict_value(self, tool: Tool, key: str, types: frozenset[str], name: str) -> tuple[str, list[str]]:
         """name: of a terminal that may be needed."""
@@ -78,7 +78,7 @@ class TaggedArguments:
         alternatives = _alternatives(schema, tool.parameters)
         texts = [each for each in alternatives if _may_be_text(each)]
         if not texts:
-            return f"{self._bare(schema, tool.parameters)} {self._end}", []
+            return f"{self._bare(tool, schema)} {self._end}", []
         bare = [each for each in alternatives if not _may_be_text(each)]
         text = texts[0]
         are_bare = all(isinstance(each.get("type"), str) and not each.keys() - {"type", *_NOTES} for each in bare)
@@ -98,7 +98,7 @@ class TaggedArguments:
         if sizes != [0, ""] or not isinstance(choices, list) or not all(self._is_read_back(each, types) for each in choices):
             raise refusal(tool, family, f"of the values of {key!r}")
         written = [literal("null" if each is None else each) or '""' for each in choices]
-        written += [json_value({"type": each["type"]}) for each in bare]
+        written += [json_value({"type": each["type"]}, exact=True) for each in bare]
         return f"({' | '.join(written)}) {self._end}", []
 
     def _is_read_back(self, choice: Any, types: frozenset[str]) -> bool:
@@ -157,9 +157,10 @@ def is_any_boolean(schema: Any) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "boolean" and not schema.keys() - {"type", *_NOTES}
 
 
-def json_argument(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+def json_argument(tool: Tool, schema: Mapping[str, Any]) -> str:
     """JSON of an argument's schema, which may refer to the tool's definitions."""
-    return json_value({**{word: parameters[word] for word in _DEFINITIONS if word in parameters}, **schema})
+    definitions = {word: tool.parameters[word] for word in _DEFINITIONS if word in tool.parameters}
+    return json_value({**definitions, **schema}, exact=tool.strict)
 
 
 def _references(schema: Any) -> Iterator[str]:

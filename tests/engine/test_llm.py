@@ -116,6 +116,16 @@ def test_several_end_of_sequence_ids_and_stop_token_ids_end_it(echo: Path) -> No
     assert stopped.finish_reason == "stop"
 
 
+def test_end_of_sequence_ids_outside_of_the_vocabulary_end_nothing(echo: Path) -> None:
+    """Of a checkpoint that says -1 for none, or that has another's tokenizer; to put its end off is to forbid a token by its id."""
+    config = json.loads((echo / "config.json").read_text())
+    prompt = next([seed, extra] for seed in range(90) for extra in range(90) if continued([seed, extra], 1) == (96,))
+    for wrong in (-1, 97):
+        (echo / "config.json").write_text(json.dumps({**config, "eos_token_id": wrong}))
+        (answer,) = llm(echo).generate(prompt, SamplingParams(temperature=0, max_tokens=3, min_tokens=3))
+        assert answer.token_ids == continued(prompt, 3)
+
+
 def test_n_answers_differ_and_a_seed_repeats_them(echo: Path) -> None:
     with LLM(**TINY) as model:
         params = SamplingParams(max_tokens=12, n=3, seed=5, ignore_eos=True)

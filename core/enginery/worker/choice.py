@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def choose(
     to_compile = missing_kernels(attention, registry, needs)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, needs=needs)
     return Choice(
-        checkpoint=checkpoint,
+        checkpoint=replace(checkpoint, eos_token_ids=checkpoint.eos_token_ids & {*range(facts.vocab_size)}),  # some say -1
         family=family,
         facts=facts,
         device_facts=device,

@@ -33,6 +33,8 @@ NN = (
 )
 TESTING = ("suite", "fixtures", "kits.ops", "kits.models", "kits.parsers", "kits.checks")
 
+CALLED = ("__init__", "__call__")  # of a class, what its name and its objects are called with
+
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -82,7 +84,7 @@ def members(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name) and item.targets[0].id.isupper():
             yield f"{ast.unparse(item)}\n"
     for item in node.body:
-        if isinstance(item, Def) and not item.name.startswith("_"):
+        if isinstance(item, Def) and (item.name in CALLED or not item.name.startswith("_")):
             marks = {ast.unparse(each).split("(")[0] for each in item.decorator_list}
             kind = "property " if "property" in marks else "classmethod " if "classmethod" in marks else ""
             text = text_of(item, "    ")

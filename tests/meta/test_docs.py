@@ -192,6 +192,13 @@ def test_the_reference_is_current_and_has_every_name() -> None:
     assert {name for name in vars(enginery.api) if not name.startswith("_")} <= set(headings)
 
 
+def test_the_reference_says_what_constructors_and_callables_take() -> None:
+    page = (DOCS / "reference.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
+    assert "\n__init__(context: ModelContext, weights: WeightSource, *, spec: LayerSpec" in sections["SelfAttention"]
+    assert "\n__call__(q: torch.Tensor, k: torch.Tensor" in sections["AttendFn"]
+
+
 def test_the_page_about_versions_states_those_of_the_groups() -> None:
     page = (DOCS / "versions.md").read_text()
     called = {

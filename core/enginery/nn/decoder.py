@@ -140,6 +140,7 @@ def layer_attention(context: ModelContext, weights: WeightSource, *, shape: Deco
     """Layer `index`'s grouped-query attention."""
     scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
     own, sinks = weights.scope("self_attn"), None
+    rope = shape.rope if shape.windows[index] is None else shape.window_rope or shape.rope
     if index in shape.sinks:
         sinks = own.take("sinks", (shape.num_heads,), dtype=torch.float32, cut=Cut.ROWS)
     return SelfAttention(
@@ -150,7 +151,7 @@ def layer_attention(context: ModelContext, weights: WeightSource, *, shape: Deco
         out_bias=shape.out_bias,
         qk_norm_eps=shape.rms_eps if shape.qk_norm else None,
         norm_offset=shape.norm_offset,
-        neighbours=shape.rope.rotary_dim if shape.rotates_neighbours else 0,
+        neighbours=rope.rotary_dim if shape.rotates_neighbours else 0,
     )
 
 

@@ -17,7 +17,7 @@ from enginery.contracts.weights import LinearShape
 from enginery.errors import CheckpointError
 from enginery.nn import attention
 from enginery.nn.decoder import Decoder
-from enginery.testing.fixtures import write_tiny_checkpoint
+from enginery.testing.fixtures import TINY_CONFIG, write_tiny_checkpoint
 from enginery.testing.kits.checks import KitReport, run_checks
 from enginery.testing.kits.models import ModelSubject, model_checks
 
@@ -98,6 +98,12 @@ def test_what_does_not_cross_is_caught_by_pipeline_stages(folder: Path, monkeypa
 
     monkeypatch.setattr(Decoder, "_begin", forgetting)
     assert outcomes(tried(folder, only="stages")) == {"pipeline-stages": "failed"}
+
+
+@pytest.mark.parametrize(("window", "longest"), [(None, 70), (24, 70), (100, 120), (4096, 70)])
+def test_a_prompt_is_longer_than_a_short_window(window: int | None, longest: int, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path, {**TINY_CONFIG, "sliding_window": window})
+    assert max(map(len, ModelSubject(folder=folder).prompts)) == longest
 
 
 def test_without_weights_there_is_nothing_to_compare(tmp_path: Path) -> None:

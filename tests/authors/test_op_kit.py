@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import torch
 from typer.testing import CliRunner
 
+from enginery.api import OpSpec, RecordCalls, only_torch
 from enginery.cli.main import build_app
 from enginery.errors import PluginError
-from enginery.testing.kits.ops import OpSuite
+from enginery.testing.kits.checks import run_checks
+from enginery.testing.kits.ops import OpSuite, op_checks_of_spec
 
 
 def test_the_command_prints_the_report_and_its_exit_status_follows() -> None:
@@ -19,6 +22,29 @@ def test_the_command_prints_the_report_and_its_exit_status_follows() -> None:
     unknown = CliRunner().invoke(build_app(), ["test-op", "cpuu"])
     assert isinstance(unknown.exception, PluginError)
     assert "did you mean cpu" in str(unknown.exception)
+
+
+def test_an_operation_that_reads_numbers_back_keeps_no_promise_to_be_recorded() -> None:
+    def gated_silu(x: torch.Tensor) -> torch.Tensor:
+        assert not x.numel() or x.max().item() < 1e9
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def outcomes(record_calls: RecordCalls | None) -> set[str]:
+        spec = OpSpec(
+            name="reads",
+            api=(2, 0),
+            priority=1,
+            provides=("gated_silu",),
+            refuse=lambda _: [],
+            load=lambda _: {"gated_silu": gated_silu},
+            record_calls=record_calls,
+        )
+        report = run_checks("reads", op_checks_of_spec(spec, dtypes=("float32",)), only="size 768")
+        return {row.message.partition(" in ")[0].rpartition(": ")[2] for row in report.rows}
+
+    assert outcomes(None) == {""}
+    assert outcomes(only_torch) == {"Tensor.item is called"}
 
 
 class TestCpuOps(OpSuite):

@@ -178,8 +178,7 @@ def summed_early(context: ModelContext, layer: DecoderLayer) -> DecoderLayer:
 
 def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
     """A layer as `DecoderShape` describes it: grouped-query attention and a gated MLP."""
-    attention = layer_attention(context, weights, shape=shape, index=index)
-    mlp = dense_mlp(context, weights, shape=shape)
+    attention, mlp = layer_attention(context, weights, shape=shape, index=index), dense_mlp(context, weights, shape=shape)
     return summed_early(context, DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp))
 
 

@@ -29,6 +29,7 @@ FLOAT32: Final = 2e-3
 BFLOAT16: Final = 2.0
 _LENGTHS: Final = (1, 7, 16, 33, 70)
 _NUM_GREEDY: Final = 24
+_BEHIND, _LONGEST_WINDOW = 20, 400  # tokens behind a window; the longest that prompts go beyond
 
 Logprobs = list[list[float]]  # of each prompt, of its tokens from the second on
 
@@ -48,9 +49,11 @@ class ModelSubject:
 
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
-        """One of each length, of tokens in the middle of the vocabulary, where the special ones are not."""
+        """One of each length, and one longer than a short window, of tokens in the middle of the vocabulary: not special ones."""
         chosen, most = random.Random(0), int(self.config["vocab_size"])
-        return [[chosen.randrange(most // 8, most // 2) for _ in range(length)] for length in _LENGTHS]
+        window = int(self.config.get("sliding_window") or 0)
+        lengths = (*_LENGTHS, window + _BEHIND) if _LENGTHS[-1] - _BEHIND < window <= _LONGEST_WINDOW else _LENGTHS
+        return [[chosen.randrange(most // 8, most // 2) for _ in range(length)] for length in lengths]
 
     def open(self, **changes: object) -> LLM:
         """An engine over the checkpoint, eager, in float32, without a prefix cache, but for what is asked for."""

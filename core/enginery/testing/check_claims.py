@@ -58,10 +58,10 @@ def claims(subject: Subject, case: None) -> str | None:
 
 
 def _never_served(kind: Kind, served: Collection[Row]) -> Iterator[tuple[str, list[str]]]:
-    """Each factor with values that no served row has, and these values."""
+    """Each factor with values that no served row has, and these values. No capability says how many heads there may be."""
     for index, (factor, values) in enumerate(kind.factors.items()):
         seen = {row[index] for row in served}
-        if missing := [str(value) for value in values if value not in seen]:
+        if factor != "heads" and (missing := [str(value) for value in values if value not in seen]):
             yield factor, missing
 
 

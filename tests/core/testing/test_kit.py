@@ -18,7 +18,7 @@ from few_checks import few
 from pairwise import EVERYTHING
 
 from enginery.attention.wrapper import Wrapper
-from enginery.contracts.attention import AttnLayerFacts, BackendContext, Capabilities
+from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, BackendContext, Capabilities, Reason
 from enginery.contracts.batch import Phase
 from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.errors import Unsupported
@@ -155,6 +155,18 @@ def test_every_rule_has_a_row_and_every_skipped_one_a_reason() -> None:
     assert all(row.message for row in report.rows)
     assert "capabilities do not claim phase prefill" in {row.message for row in report.rows}
     assert json.loads(json.dumps(report.as_data()))["rows"][0]["rule"] == "chunked-equals-whole"
+
+
+def test_a_backend_may_refuse_numbers_of_heads_which_no_capability_tells() -> None:
+    def refuse_odd_groups(needs: AttnNeeds) -> list[Reason]:
+        odd = [layer for layer in needs.layers if layer.num_heads // layer.num_kv_heads not in (1, 2)]
+        return [Reason(rule="heads", text="6 and 7 query heads a KV head are not done yet")] * bool(odd)
+
+    good = claiming()
+    spec = dataclasses.replace(good.offer.spec, refuse_also=refuse_odd_groups)
+    subject = dataclasses.replace(good, offer=dataclasses.replace(good.offer, spec=spec))
+    (rule,) = (each for each in RULES if each.name == "claims")
+    assert {row.outcome for row in run_conformance(subject, rules=(rule,)).rows} == {"passed"}
 
 
 def test_only_the_suite_and_the_fixtures_import_pytest() -> None:

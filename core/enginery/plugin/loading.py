@@ -111,12 +111,12 @@ def _import(found: Found) -> Plugin:
     plugin = Plugin(record=found.record)
     if found.entry_point is None:
         return plugin
+    if found.entry_point.attr:
+        return plugin.failed(Status.BROKEN, f"its entry point is {found.entry_point.value}, but must name the package alone")
     try:
         module = found.entry_point.load()
     except FAULTS as error:  # the plugin's code: its failure is a row, not ours
         return plugin.failed(Status.BROKEN, f"{explain(error)}; its entry point is {found.entry_point.value}")
-    if not isinstance(module, ModuleType):
-        return plugin.failed(Status.BROKEN, f"its entry point is {found.entry_point.value}, but must name the package alone")
     return _collect(replace(plugin, module=module, record=replace(found.record, status=Status.LOADED)))
 
 

@@ -258,12 +258,13 @@ def test_two_entry_points_to_one_package_are_both_in_conflict(site) -> None:
     assert {record_of(registry, name).status for name in ("one", "two")} == {Status.CONFLICT}
 
 
-def test_an_entry_point_to_something_other_than_a_package_is_broken(site) -> None:
-    site.install("fa", "class Plugin: ...", value="fa:Plugin")
+@pytest.mark.parametrize("value", ["fa:Plugin", "fa:missing"])
+def test_an_entry_point_to_something_other_than_a_package_is_broken(site, value: str) -> None:
+    site.install("fa", "class Plugin: ...", value=value)
     assert "must name the package alone" in record_of(load(), "fa").reason
 
 
-@pytest.mark.parametrize("value", ["not_there", "fa:plugin"])
+@pytest.mark.parametrize("value", ["not_there", "fa.plugin"])
 def test_an_entry_point_to_nothing_says_what_it_names(site, value: str) -> None:
     site.install("fa", site.backend("fa"), value=value)
     assert record_of(load(), "fa").reason.endswith(f"; its entry point is {value}")

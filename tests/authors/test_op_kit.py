@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
 from typer.testing import CliRunner
@@ -24,27 +25,38 @@ def test_the_command_prints_the_report_and_its_exit_status_follows() -> None:
     assert "did you mean cpu" in str(unknown.exception)
 
 
+def outcomes(gated_silu: Callable[[torch.Tensor], torch.Tensor], record_calls: RecordCalls | None = None) -> set[str]:
+    """What the kit says of a set with this operation alone, and '' where it keeps to its promises."""
+    spec = OpSpec(
+        name="made",
+        api=(2, 0),
+        priority=1,
+        provides=("gated_silu",),
+        refuse=lambda _: [],
+        load=lambda _: {"gated_silu": gated_silu},
+        record_calls=record_calls,
+    )
+    report = run_checks("made", op_checks_of_spec(spec, dtypes=("float32",)), only="size 768")
+    return {row.message.partition(" in ")[0].rpartition(": ")[2] for row in report.rows}
+
+
 def test_an_operation_that_reads_numbers_back_keeps_no_promise_to_be_recorded() -> None:
-    def gated_silu(x: torch.Tensor) -> torch.Tensor:
+    def reading(x: torch.Tensor) -> torch.Tensor:
         assert not x.numel() or x.max().item() < 1e9
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    def outcomes(record_calls: RecordCalls | None) -> set[str]:
-        spec = OpSpec(
-            name="reads",
-            api=(2, 0),
-            priority=1,
-            provides=("gated_silu",),
-            refuse=lambda _: [],
-            load=lambda _: {"gated_silu": gated_silu},
-            record_calls=record_calls,
-        )
-        report = run_checks("reads", op_checks_of_spec(spec, dtypes=("float32",)), only="size 768")
-        return {row.message.partition(" in ")[0].rpartition(": ")[2] for row in report.rows}
+    assert outcomes(reading) == {""}
+    assert outcomes(reading, only_torch) == {"Tensor.item is called"}
 
-    assert outcomes(None) == {""}
-    assert outcomes(only_torch) == {"Tensor.item is called"}
+
+def test_an_operation_that_takes_rows_for_adjacent_is_wrong() -> None:
+    def of_adjacent_rows(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.as_strided(x.shape, (x.shape[-1], 1)).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    (said,) = outcomes(of_adjacent_rows)
+    assert "is off by" in said
 
 
 class TestCpuOps(OpSuite):

@@ -94,7 +94,7 @@ def _bind_linear(
     op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int], bias: bool, scheme: Scheme | None = None
 ) -> Results:
     linear = op(given.weight(scheme, sizes[1], sizes[0]), given.randn(sizes[1]) if bias else None)
-    results = {"product": linear(given.randn(rows, sizes[0]))}
+    results = {"product": linear(given.randn(rows, sizes[0] + 8)[:, 8:])}
     delta, residual, weight = (given.randn(*size, sizes[0]) for size in ((rows,), (rows,), ()))
     normed = linear.add_rms_norm(delta, residual, weight, 1e-5) if isinstance(linear, NormingLinear) else None
     if normed is None:
@@ -103,7 +103,7 @@ def _bind_linear(
 
 
 def _rms_norm(op: OpFn, given: Inputs, *, shape: tuple[int, ...], weight: tuple[int, ...]) -> Results:
-    return {"returned": op(given.randn(*shape), given.randn(*weight), 1e-5)}
+    return {"returned": op(given.randn(*shape[:-1], shape[-1] + 8)[..., 8:], given.randn(*weight), 1e-5)}
 
 
 def _add_rms_norm(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
@@ -142,7 +142,7 @@ def _latent_norm_rotary_write(op: OpFn, given: Inputs, *, rows: int, heads: int,
 
 
 def _gated_silu(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    return {"returned": op(given.randn(rows, 2 * size))}
+    return {"returned": op(given.randn(rows, 2 * size + 8)[:, 8:])}
 
 
 def _gated_sigmoid(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import pytest
 import torch
+from triton_devices import chained
 
 from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
@@ -13,22 +13,13 @@ from enginery.nn.stored import widen
 from enginery_ops_triton.expert_blocks import ProductBlock
 from enginery_ops_triton.experts import Experts, bind_experts
 from enginery_ops_triton.experts_float4 import Float4Experts
-from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.spec import FLOAT4_BLOCKS
 
-NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
-on_devices = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CLAMPED = Activation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
 TIGHT = Activation(kind="clamped_swiglu", alpha=1.3, limit=0.4)  # most values are beyond it
 ACTIVATIONS = [Activation(), TIGHT, CLAMPED, Activation(kind="gelu"), Activation(kind="gelu_tanh")]
 GPT_OSS = Routing(top_k=4, renormalise=True)
-
-
-def chained(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 
 
 class Layer(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gluon_by_interpreter import interpreted
+from triton_devices import NEEDS_INTERPRETER
 
 from enginery_ops_triton import small_linear
 from enginery_ops_triton.gluon_kernels import gluon_kernels
@@ -15,7 +16,6 @@ from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.matvec import normed_shape
 from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
 
-NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {
     "few outputs": DirectShape(block_n=16, block_k=64, num_warps=8, ahead=4, x_ahead=4, registers=128),
     "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1, registers=128),

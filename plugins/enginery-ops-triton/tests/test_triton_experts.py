@@ -11,22 +11,19 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import HAS_CUDA, crossed, in_turn, pairwise
+from triton_devices import NEEDS_INTERPRETER, chained, on_devices
 
 from enginery.api import ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import sort_by_expert
 from enginery_ops_triton.experts import Experts, bind_experts
-from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.spec import FLOAT8_BLOCKS
 
-NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
-DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_ON_CPU = (1, 5, 33, 300)  # of the numbers of tokens, those with float8 in the interpreter; the others with bfloat16
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 ROUTERS = {
     "mixtral": (8, Routing(top_k=2, renormalise=True)),
@@ -44,10 +41,6 @@ ROUTERS = {
     "one expert": (1, Routing(top_k=1)),
     "shared ones behind": (64, Routing(top_k=6, scale=2.0, num_shared=2)),
 }
-
-
-def chained(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @on_devices

@@ -13,19 +13,17 @@ from float4_layers import (
     CLAMPED,
     DTYPES,
     GPT_OSS,
-    NEEDS_INTERPRETER,
     Layer,
     assert_close,
     block,
-    chained,
     float4,
     make_layer,
     make_routed,
-    on_devices,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import crossed, in_turn, pairwise
+from triton_devices import NEEDS_INTERPRETER, chained, on_devices
 
 from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts

@@ -10,12 +10,12 @@ import torch
 from float4_layers import (
     ACTIVATIONS,
     CLAMPED,
-    NEEDS_INTERPRETER,
     assert_close,
     make_layer,
     make_routed,
 )
 from gluon_by_interpreter import interpreted
+from triton_devices import NEEDS_INTERPRETER
 
 from enginery.api import Activation
 from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for

@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from pairwise import HAS_CUDA
+from triton_devices import DEVICES, chained
 
 from enginery.api import SamplingTensors
 from enginery.nn import reference_ops
-from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
 
-NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
-DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def chained(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def kept_weights(

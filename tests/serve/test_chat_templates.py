@@ -1,4 +1,4 @@
-"""What a body says about the chat template, over HTTP and with the official client; several names of one model.
+"""What a body says about the chat template, over HTTP and with the official client.
 
 The fake engine repeats the prompt, so that an answer shows it. The template thinks unless it is told not to, and the fake parser of
 reasoning takes "(think)" at the end of a prompt for its beginning.
@@ -17,10 +17,8 @@ from running import PATIENCE_S, started
 from templates_made import QWEN
 from tokenizers_made import byte_level, save
 
-from enginery.config.schema import EngineOptions
-from enginery.config.sources import served_names
 from enginery.contracts.parsers import ParserSpec
-from enginery.errors import ConfigError, RequestError
+from enginery.errors import RequestError
 from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.registry import Registry
 from enginery.serve.api.answer_parsers import Parsers
@@ -367,35 +365,3 @@ def test_the_parser_of_qwen_reads_answers_of_its_template_both_ways(with_server,
         assert inside["choices"][0]["message"]["reasoning_content"].startswith("<|im_start|>user")
 
     with_server(scenario, parsers=Parsers(reasoning=guarded_parser(offer)))
-
-
-def test_every_served_name_is_listed_and_echoed(with_server):
-    async def scenario(live):
-        cards = (await live.http.get("/v1/models")).json()["data"]
-        assert [card["id"] for card in cards] == ["big", "owner/small"]
-        assert (await live.http.get("/v1/models/owner/small")).json()["id"] == "owner/small"
-        for asked, answered in (("big", "big"), ("owner/small", "owner/small"), (None, "big")):
-            named = {} if asked is None else {"model": asked}
-            replies = [
-                await live.chat("hi", **named),
-                await live.complete("hi", **named),
-                await live.post("/v1/embeddings", input="hi", **named),
-                await live.post("/v1/responses", input="hi", **named),
-                await live.post("/v1/messages", messages=ASKED, max_tokens=5, **named),
-            ]
-            assert [(reply.status_code, reply.json()["model"]) for reply in replies] == [(200, answered)] * 5
-            (first, *_) = await live.events("/v1/chat/completions", messages=ASKED, **named)
-            assert first["model"] == answered
-        for path in ("/v1/chat/completions", "/tokenize"):
-            refused = await live.post(path, messages=ASKED, model="other")
-            assert refused.status_code == 404
-            assert "'big' and 'owner/small' are" in refused.json()["error"]["message"]
-        assert 'model_name="big"' in (await live.http.get("/metrics")).text
-
-    with_server(scenario, served_model_name="big, owner/small")
-
-
-@pytest.mark.parametrize("names", ["", "a,", "a,,b", "a,a", " , "])
-def test_names_that_are_empty_or_twice_are_refused(names):
-    with pytest.raises(ConfigError, match=r"--served-model-name .* has an empty name or one twice"):
-        served_names(EngineOptions(served_model_name=names), "m")

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 
 import pytest
+from core.speculate.simulated_steps import lengths_over, share
 
-from enginery.speculate.length import HOST_LENGTHS, LENGTHS, DraftLength
-from enginery.worker.paths.decode_graphs import graph_sizes
-
-
-def lengths_over(
-    length: DraftLength, seconds: Callable[[int], float], *, chances: list[float], num_requests: int, steps: int
-) -> list[int]:
-    """What is taken step by step, where the guess at place j is right with chances[j] if those before it were."""
-    draw, taken = random.Random(1), []
-    for _ in range(steps):
-        now = length.of(num_requests)
-        taken.append(now)
-        for _ in range(min(num_requests, 4)):
-            right = next((place for place in range(now) if draw.random() > chances[place]), now)
-            length.told([(now, right)])
-        length.took(num_requests, now, seconds(now) * draw.uniform(0.97, 1.03))
-    return taken
-
-
-def share(taken: list[int], length: int) -> float:
-    late = taken[len(taken) // 2 :]
-    return late.count(length) / len(late)
+from enginery.speculate.length import LENGTHS, DraftLength
 
 
 @pytest.mark.parametrize(
@@ -125,59 +104,12 @@ def test_a_load_begins_with_what_was_found_for_half_as_many(a_verification_s: fl
     assert (length.found(64), length.found(128)) == (begins, 3), "of 128 no half is known"
 
 
-@pytest.mark.parametrize(("chance", "fewest", "most"), [(0.0, 0, 3), (0.3, 4, 8)])
-def test_trials_are_seldom_where_guesses_could_not_pay_if_they_cost_nothing(chance: float, fewest: int, most: int) -> None:
-    taken = lengths_over(DraftLength(7), lambda length: 1 + 0.5 * length, chances=[chance] * 7, num_requests=64, steps=8000)
-    late = taken[4000:]
-    begun = sum(length > 0 and before == 0 for before, length in itertools.pairwise(late))
-    assert fewest <= begun <= most
-
-
 def test_one_slow_step_changes_nothing() -> None:
     length = DraftLength(7)
     lengths_over(length, lambda length: 1 + 0.02 * length, chances=[0.95] * 7, num_requests=1, steps=600)
     before = length.of(1)
     length.took(1, before, 50.0)
     assert share(lengths_over(length, lambda length: 1 + 0.02 * length, chances=[0.95] * 7, num_requests=1, steps=400), 7) > 0.7
-
-
-def test_a_slow_step_before_a_trial_decides_nothing() -> None:
-    """As where what the trial runs is captured while a plain step is still in flight."""
-    length, taken = DraftLength(7), []
-    for _ in range(1500):
-        before, now = taken[-1] if taken else 0, length.of(16)
-        taken.append(now)
-        if before != now:
-            length.took(16, before, 80.0)
-            continue
-        for _ in range(16 * (now > 0)):
-            length.told([(now, 0)])
-        length.took(16, now, 1 + 0.4 * (now > 0))
-    assert taken.count(0) > 0.98 * len(taken)
-    assert set(taken) > {0}
-
-
-def test_a_trial_waits_for_steps_of_its_length() -> None:
-    """Who asks may guess nothing for a while, though a trial has begun: such steps do not end it."""
-    length = DraftLength(7)
-    while not (tried := length.of(16)):
-        length.took(16, 0, 1.0)
-    for _ in range(20):
-        length.took(16, 0, 1.0)
-    assert length.of(16) == tried
-    for _ in range(2):
-        length.told([(tried, 0)])
-        length.took(16, tried, 1.4)
-    assert length.of(16) == 0
-
-
-def test_where_nothing_is_guessed_though_something_should_be_no_trial_begins() -> None:
-    """What a step of the wanted length takes is not known, so nothing can be compared with it."""
-    length = DraftLength(7)
-    wanted = length.of(4)
-    for _ in range(50):
-        length.took(4, 0, 1.0)
-    assert length.of(4) == wanted > 0
 
 
 def test_no_guess_is_made_that_cannot_be_verified() -> None:
@@ -215,108 +147,6 @@ def test_none_is_longer_than_the_drafter_is_good_for() -> None:
     assert max(taken) == 3
     assert length.most == max(each for each in LENGTHS if each <= 4)
     assert length.of(0) == 3
-
-
-def found_length(seconds: dict[int, float], *, num_requests: int, right: int, most_rows: int = 1 << 20) -> DraftLength:
-    """Of a drafter of the host: so many guesses were right each time, and what steps take has been measured, for a while."""
-    length = DraftLength(7, device="cuda", most_rows=most_rows, lengths=HOST_LENGTHS)
-    for _ in range(400):
-        length.told([(7, right)])
-    for _ in range(3):
-        for each, takes_s in sorted(seconds.items()):
-            length.verified(num_requests, each, takes_s, told=takes_s / seconds[0], late=False)
-    return length
-
-
-@pytest.mark.parametrize(("takes_s", "counts", "verified"), [(1.2, [3], 0), (1.01, [3], 3), (1.2, [3] * 9, 3), (5.0, [3] * 64, 0)])
-def test_what_few_requests_have_is_verified_where_it_pays(takes_s: float, counts: list[int], verified: int) -> None:
-    """All 64 get as many rows: one request's three right guesses pay for a hundredth of the time, and not for a fifth."""
-    times = {0: 1.0} | {each: 1 + (takes_s - 1) * each / 3 for each in (1, 2, 3)}
-    assert found_length(times, num_requests=64, right=7).paying(counts, 64) == verified
-
-
-def test_guesses_are_cut_to_the_length_that_pays_most() -> None:
-    """The first is right, the others never: each has a row."""
-    times = {each: 1 + 0.1 * each for each in LENGTHS}
-    length = found_length(times, num_requests=2, right=1)
-    assert length.paying([7, 7], 2) == 1
-    assert length.paying([7], 2) == 1
-    assert found_length(times, num_requests=2, right=7).paying([7, 4], 2) == 7
-    assert found_length(times, num_requests=2, right=0).paying([7, 7], 2) == 0
-
-
-def rate_of_found(
-    a_row_s: float, *, chance: float, num_requests: int, share: float, steps: int, capture_s: float = 0.0, gap_s: float = 0.0
-) -> float:
-    """Tokens in the time of a step without guesses. share: of the requests that have guesses. The first of a length is captured.
-
-    gap_s: for which the device waits before a step that verifies, and before the next one.
-    """
-    length, draw, captured, spent_s, told = DraftLength(7, device="cuda", lengths=HOST_LENGTHS), random.Random(1), {0}, 0.0, 0.0
-    before = 0
-    for _ in range(steps):
-        counts = [5 for _ in range(num_requests) if draw.random() < share]
-        now = length.paying(counts, num_requests)
-        took_s = (1 + a_row_s * now) * draw.uniform(0.95, 1.05) + capture_s * (now not in captured) + gap_s * (now + before > 0)
-        captured.add(now)
-        found = [next((place for place in range(now) if draw.random() > chance), now) for _ in counts if now]
-        length.told([(now, right) for right in found])
-        tokens = num_requests + sum(found)
-        length.verified(num_requests, now, took_s, told=tokens / num_requests, late=before > 0)
-        before, spent_s, told = now, spent_s + took_s, told + tokens / num_requests
-    return told / spent_s
-
-
-@pytest.mark.parametrize("num_requests", [1, 64])
-@pytest.mark.parametrize("capture_s", [0.0, 20.0])
-def test_seldom_right_guesses_of_the_host_cost_little_and_right_ones_are_verified(num_requests: int, capture_s: float) -> None:
-    """Trials, and what is captured for them, lose a hundredth of the time, beside those that a load begins with."""
-    common = {"num_requests": num_requests, "capture_s": capture_s}
-    assert rate_of_found(0.2, chance=0.05, share=0.06, steps=6000, **common) > 0.97  # type: ignore[arg-type]
-    assert rate_of_found(0.05, chance=0.9, share=0.8, steps=6000, **common) > 2.0  # type: ignore[arg-type]
-
-
-def test_what_the_device_waits_behind_a_verification_is_counted_too() -> None:
-    """Three of ten requests have two right guesses now and then: worth it, but for two waits of a seventh of a step."""
-    assert rate_of_found(0.04, chance=0.6, num_requests=64, share=0.3, steps=3000) > 1.1
-    assert rate_of_found(0.04, chance=0.6, num_requests=64, share=0.3, steps=3000, gap_s=0.15) > 0.97
-    assert rate_of_found(0.02, chance=0.9, num_requests=64, share=0.8, steps=3000, gap_s=0.15) > 1.8
-
-
-@pytest.mark.parametrize("fixed", [None, 7])
-def test_no_step_with_found_guesses_is_larger_than_the_largest_graph(fixed: int | None) -> None:
-    """Sizes of graphs are larger than what they run: 51 requests of five rows are 255, and their graph has 56."""
-    for count in (*range(1, 257),):
-        length = DraftLength(7, fixed=fixed, most_rows=256, device="cuda")
-        for each in (0, *LENGTHS, *LENGTHS) if fixed is None else ():
-            length.verified(count, each, 1.0, told=1.0, late=False)
-        size = next(size for size in graph_sizes(256) if size >= count)
-        verified = length.paying([7] * count, count)
-        assert size * (1 + verified) <= 256
-        assert (verified > 0) == (count <= 128)
-
-
-def losing_trials(capture_s: float, *, steps: int = 4000) -> list[int]:
-    """The lengths of steps, by the clock of who tells of them: what another length runs is captured when it is first run."""
-    length, captured, taken, made = DraftLength(7), {(0, 0)}, list[int](), 0
-    for _ in range(steps):
-        verified, made = made, length.of(16)
-        took_s = 1 + 0.5 * verified + capture_s * ((verified, made) not in captured)
-        is_steady = verified == made == (taken[-1] if taken else 0)
-        captured.add((verified, made))
-        length.told([(verified, verified // 2)] * verified)
-        length.passed(16, verified, made, took_s)
-        if is_steady:
-            length.took(16, made, took_s)
-        taken.append(verified)
-    return taken
-
-
-def test_what_is_captured_for_a_trial_is_lost_by_it() -> None:
-    """So the next ones wait until the hundredth has been earned."""
-    trials = [sum(a == 0 < b for a, b in itertools.pairwise(losing_trials(capture_s))) for capture_s in (0.0, 100.0)]
-    assert trials[0] > 4
-    assert trials[1] == 1
 
 
 def test_tokens_of_a_verification() -> None:
@@ -358,56 +188,6 @@ def test_the_first_step_of_a_load_may_take_long() -> None:
         length.told([(3, 3)])
         length.took(4, 3, 1.5)
     assert length.found(4) == 3
-
-
-def steps_until_a_trial(length: DraftLength, *, waiting_s: list[float]) -> int:
-    """Of 16 requests that decode plainly, from the end of a trial on, which began after plain steps of so many seconds."""
-    while not (tried := length.of(16)):
-        length.passed(16, 0, 0, 1.0)
-        length.took(16, 0, 1.0)
-    for seconds in [*waiting_s, 1.0]:
-        length.passed(16, 0, 0, seconds)
-    for verified, made in [(0, tried), (tried, tried), (tried, tried), (tried, 0), (0, 0), (0, 0)]:
-        length.passed(16, verified, made, 3.0)
-        if verified == made == tried:
-            length.took(16, tried, 3.0)
-    steps = 0
-    while not length.of(16):
-        length.passed(16, 0, 0, 1.0)
-        length.took(16, 0, 1.0)
-        steps += 1
-    return steps
-
-
-def test_a_trial_that_waits_loses_nothing() -> None:
-    """Until there are requests that the draft model follows, steps are plain ones, and some of them slow."""
-    assert steps_until_a_trial(DraftLength(7), waiting_s=[5.0] * 50) == steps_until_a_trial(DraftLength(7), waiting_s=[])
-
-
-def test_what_guesses_win_pays_for_trials() -> None:
-    """Where plain decoding is far slower, a longer length is tried soon, though what was captured took thirty steps."""
-    length, steps = DraftLength(7, device="cuda"), 0
-    while length.found(32) == 3:
-        now = length.of(32)
-        length.passed(32, now, now, 15.0 if steps in (6, 8) else 2.1 if now else 1.0)
-        length.told([(now, now)])
-        length.took(32, now, 2.1 if now else 1.0)
-        steps += 1
-    assert steps < 300
-
-
-def test_plain_steps_among_guesses_win_nothing() -> None:
-    """As while the draft model follows no request: what would be told with guesses was not."""
-    length = DraftLength(7, device="cuda")
-    for _ in range(4):
-        length.told([(3, 3)] * 32)
-        length.took(32, 3, 2.1)
-    for now in [length.of(32)] * 2 + [3] * 3:  # a trial of none, and one that is not begun
-        length.took(32, now, 2.1 if now else 1.0)
-    before = length._loads[5].lost_s
-    for _ in range(20):
-        length.took(32, 0, 1.0)
-    assert length._loads[5].lost_s == before
 
 
 def test_one_step_of_many_requests_that_are_alike_says_no_more_than_a_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +19,11 @@ SCRIPTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def hour() -> Iterator[ModuleType]:
+def hour() -> ModuleType:
     """The script, with its folder on the path as where Python runs it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPTS)
-        yield importlib.import_module("kinds_hour")
+        return importlib.import_module("kinds_hour")
 
 
 @pytest.fixture(scope="module")

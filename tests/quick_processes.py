@@ -2,9 +2,9 @@
 
 `subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks
 (forked_processes.py). What it forks is a child of this process as any other is, with its own arguments, environment, files and
-working directory, and goes on as a fresh interpreter would. A server that was made so forks its own children itself. Scripts that compile kernels are forked too, as
-they import torch, and what `nohup`, `ip netns` or a shell with `ulimit` runs. Everything else is started as always, and with
-FULL_TESTS=1 and on a CUDA device all is; so is what a test with the fixture `own_processes` starts.
+working directory, and goes on as a fresh interpreter would. A server that was made so forks its own children itself. Scripts that
+compile kernels are forked too, as they import torch, and what `nohup`, `ip netns` or a shell with `ulimit` runs. Everything else is
+started as always, and with FULL_TESTS=1 and on a CUDA device all is; so is what a test with the fixture `own_processes` starts.
 
 What differs: modules are there that the command did not import (tests/meta/test_cheap_start.py starts its own processes), variables
 that are read when torch is imported must be those of the test process, and what happens after `atexit` does not happen.

@@ -21,7 +21,7 @@ SUM_PROGRAMS: Final = 256  # wanted, where there are few tokens
 
 
 class SortedPairs(NamedTuple):
-    """order: pairs by expert [T K] int32. tiles: [as many as there can be, 3] int32, see `kernels.experts.sort_pairs`."""
+    """order: pairs by expert [T K] int32. tiles: [as many as there can be, 3] int32, see `kernels.sorting.sort_pairs`."""
 
     order: torch.Tensor
     tiles: torch.Tensor
@@ -37,7 +37,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, *, block_m: int, depende
     if num_pairs > SORT_MANY and not sparse:
         _sort_by_counting(ids, order, tiles, num_experts, block_m=block_m, dependent_launch=dependent_launch)
         return SortedPairs(order, tiles)
-    kernels.sort_pairs[(num_experts,)](
+    sorting.sort_pairs[(num_experts,)](
         ids,
         order,
         tiles,

@@ -1,7 +1,7 @@
 """Mixture-of-experts products: y = down(gated(gate x, up x)) of each of a token's experts, and their weighted sum.
 
 A pair is a token and one of its TOP_K experts; pair = token * TOP_K + place. For few pairs the `_of_pairs` kernels read the
-weights of each pair's expert. For more, `sort_pairs` orders the pairs by expert and cuts each expert's into tiles of BLOCK_M; the
+weights of each pair's expert. For more, sorting.py orders the pairs by expert and cuts each expert's into tiles of BLOCK_M; the
 `_of_tiles` kernels read an expert's weights once for a tile, and `weighted_sum` adds up. Nothing depends on the order in which
 programs run.
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_ops_triton.kernels.gates import biased, gated
-from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import INTERPRETED, bound, round_to
+from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 
 SCALE_BLOCK = tl.constexpr(128)
@@ -195,56 +195,6 @@ def down_of_pairs(
     tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
 
 
-@kernel_of_any("num_pairs", "block_m", "sparse")
-def sort_pairs(
-    ids: tl.tensor,
-    order: tl.tensor,
-    tiles: tl.tensor,
-    num_pairs: int,
-    block_m: int,
-    sparse: int,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    """ids: [num_pairs]; order: [num_pairs], pairs by expert; tiles: [slots, 3], each an expert, its first place in order, its end.
-
-    Program e writes expert e's part. Its pairs begin at `lower`, the number of pairs with a lower expert, and its slots at
-    e + lower // block_m (sparse: at lower), which leaves enough for each expert without knowing the others' counts. Slots without
-    pairs hold expert -1.
-    """
-    release_successor(CHAINED)
-    wait_for_predecessor(CHAINED)
-    expert = tl.program_id(0)
-    offset = tl.arange(0, BLOCK)
-    below = tl.zeros((BLOCK,), dtype=tl.int32)
-    here = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, bound(num_pairs), BLOCK):
-        inside = start + offset < num_pairs
-        found = tl.load(ids + start + offset, mask=inside, other=0)
-        below += (inside & (found < expert)).to(tl.int32)
-        here += (inside & (found == expert)).to(tl.int32)
-    lower = tl.sum(below, axis=0)
-    count = tl.sum(here, axis=0)
-    slot = tl.where(sparse != 0, lower, expert + lower // block_m)
-    num_slots = tl.where(sparse != 0, count, 1 + (lower + count) // block_m - lower // block_m)
-    for start in range(0, bound(num_slots), BLOCK):
-        number = start + offset
-        begin = number * block_m
-        at = tiles + (slot + number) * 3
-        wanted = number < num_slots
-        tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)
-        tl.store(at + 1, lower + begin, mask=wanted)
-        tl.store(at + 2, lower + count, mask=wanted)
-    if count > 0:
-        place = lower
-        for start in range(0, bound(num_pairs), BLOCK):
-            inside = start + offset < num_pairs
-            mine = inside & (tl.load(ids + start + offset, mask=inside, other=0) == expert)
-            ordinal = tl.cumsum(mine.to(tl.int32), axis=0)
-            tl.store(order + place + ordinal - 1, start + offset, mask=mine)
-            place += tl.max(ordinal, axis=0)
-
-
 @kernel
 def tile_and_block(NUM_BLOCKS: tl.constexpr, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Of a program: GROUP tiles share a block of weights, and then the next, so that both stay in the cache."""
@@ -308,7 +258,7 @@ def gate_up_of_tiles(
     DESCRIBED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order.
+    """x: [T, COLUMNS] with its row stride; order, tiles: see `sorting.sort_pairs`; out: [pairs, INNER] in that order.
 
     DESCRIBED: weight is a descriptor of [E 2 INNER, COLUMNS] in blocks of [BLOCK_N, BLOCK_K].
     """

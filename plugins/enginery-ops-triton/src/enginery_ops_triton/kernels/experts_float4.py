@@ -247,7 +247,7 @@ def gate_up_of_float4(
     LIMIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order.
+    """x: [T, COLUMNS] with its row stride; order, tiles: see `sorting.sort_pairs`; out: [pairs, INNER] in that order.
 
     Weights have eight gates and their eight ups by turns, the last ones filled up: BLOCK_N of those rows give BLOCK_N / 2 outputs.
     ALONE: each pair is a tile, tiles are the pairs' experts, and order is not read. SPLIT: programs that share the columns. Each

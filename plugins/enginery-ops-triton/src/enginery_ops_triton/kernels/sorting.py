@@ -1,5 +1,6 @@
-"""Sorting many pairs of a token and an expert by expert, as `experts.sort_pairs` does it of few: by counting.
+"""Pairs of a token and an expert, sorted by expert and cut into tiles for the products of experts.py.
 
+Few pairs are sorted by `sort_pairs`, where a program for each expert reads all of them. Many are counted, by three kernels:
 `count_chunks` counts each expert's pairs in each chunk of CHUNK pairs. `place_chunks` adds the counts up: an expert's pairs begin
 behind those of lower experts, and a chunk's behind those of earlier chunks. `scatter_pairs` moves pairs to where they belong, each
 behind those of its expert that are before it in the chunk. So pairs of an expert stay in order, whatever order programs run in.
@@ -12,6 +13,56 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_ops_triton.kernels.launch import kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import bound
+
+
+@kernel_of_any("num_pairs", "block_m", "sparse")
+def sort_pairs(
+    ids: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    num_pairs: int,
+    block_m: int,
+    sparse: int,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """ids: [num_pairs]; order: [num_pairs], pairs by expert; tiles: [slots, 3], each an expert, its first place in order, its end.
+
+    Program e writes expert e's part. Its pairs begin at `lower`, the number of pairs with a lower expert, and its slots at
+    e + lower // block_m (sparse: at lower), which leaves enough for each expert without knowing the others' counts. Slots without
+    pairs hold expert -1.
+    """
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    expert = tl.program_id(0)
+    offset = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), dtype=tl.int32)
+    here = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, bound(num_pairs), BLOCK):
+        inside = start + offset < num_pairs
+        found = tl.load(ids + start + offset, mask=inside, other=0)
+        below += (inside & (found < expert)).to(tl.int32)
+        here += (inside & (found == expert)).to(tl.int32)
+    lower = tl.sum(below, axis=0)
+    count = tl.sum(here, axis=0)
+    slot = tl.where(sparse != 0, lower, expert + lower // block_m)
+    num_slots = tl.where(sparse != 0, count, 1 + (lower + count) // block_m - lower // block_m)
+    for start in range(0, bound(num_slots), BLOCK):
+        number = start + offset
+        begin = number * block_m
+        at = tiles + (slot + number) * 3
+        wanted = number < num_slots
+        tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)
+        tl.store(at + 1, lower + begin, mask=wanted)
+        tl.store(at + 2, lower + count, mask=wanted)
+    if count > 0:
+        place = lower
+        for start in range(0, bound(num_pairs), BLOCK):
+            inside = start + offset < num_pairs
+            mine = inside & (tl.load(ids + start + offset, mask=inside, other=0) == expert)
+            ordinal = tl.cumsum(mine.to(tl.int32), axis=0)
+            tl.store(order + place + ordinal - 1, start + offset, mask=mine)
+            place += tl.max(ordinal, axis=0)
 
 
 @kernel_of_any("num_pairs")
@@ -48,7 +99,7 @@ def place_chunks(
     ROWS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """counts: how many pairs a chunk has of each expert -> where the first one goes. tiles: as `experts.sort_pairs` has them.
+    """counts: how many pairs a chunk has of each expert -> where the first one goes. tiles: as `sort_pairs` has them.
 
     A program does it for SHARE experts, ROWS chunks or tiles at a time.
     """

@@ -150,7 +150,7 @@ def choose(
     to_compile = missing_kernels(attention, registry, needs)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, needs=needs)
     return Choice(
-        checkpoint=replace(checkpoint, eos_token_ids=checkpoint.eos_token_ids & {*range(facts.vocab_size)}),  # some say -1
+        checkpoint=replace(checkpoint, eos_token_ids=frozenset(e for e in checkpoint.eos_token_ids if 0 <= e < facts.vocab_size)),
         family=family,
         facts=facts,
         device_facts=device,

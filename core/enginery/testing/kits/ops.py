@@ -93,9 +93,9 @@ def _equals_reference(offer: Offer[OpSpec], op: str, case: OpCase, *, needs: OpN
     dtype, reference = TORCH_DTYPES[needs.dtype], vars(reference_ops())[op]
     with torch.inference_mode():
         ours = load_ops(offer, needs)[op]
-        got = results_of(ours, case, dtype=dtype, device=device)
         if device.type == "cpu" and offer.spec.record_calls is not None and not op.startswith("bind_"):  # what is bound may look
-            results_of(functools.partial(_unread, ours), case, dtype=dtype, device=device)
+            ours = functools.partial(_unread, ours)
+        got = results_of(ours, case, dtype=dtype, device=device)
         same = results_of(reference, case, dtype=dtype, device=device)
         exact = results_of(reference, case, dtype=dtype, device=device, wide=True)
     for part in same:

@@ -191,7 +191,8 @@ def _lark(source: str) -> str:
             continue  # within another's text
         with suppress(ValueError, RecursionError):
             schema, end = json.JSONDecoder().raw_decode(source, found.end())
-            is_lenient = '"lenient": true' in json.dumps(schema.get("x-guidance"))
+            guidance = schema.get("x-guidance")
+            is_lenient = isinstance(guidance, dict) and guidance.get("lenient") is True
             parts += [source[place : found.end()], _without_remarks(source[found.end() : end], is_lenient=is_lenient)]
             place = end
     return LLMatcher.grammar_from_lark("".join(parts) + source[place:])

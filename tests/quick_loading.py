@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,7 +87,7 @@ def _miss_once() -> None:
     find, absent = importlib.util.find_spec, set[str]()
 
     def quick(name: str, package: str | None = None) -> ModuleSpec | None:
-        if sys.path != _PATHS or name in sys.modules or name not in absent:
+        if name in sys.modules or name not in absent or (sys.path != _PATHS and _may_be_elsewhere(name)):
             found = find(name, package)
             if found is None and sys.path == _PATHS and package is None:
                 absent.add(name)
@@ -95,6 +95,13 @@ def _miss_once() -> None:
         return None
 
     importlib.util.find_spec = quick
+
+
+def _may_be_elsewhere(name: str) -> bool:
+    """Whether a test's own paths, if these are all that is new, may have what the others have not."""
+    if "." in name or not {*_PATHS} <= {*sys.path}:
+        return True
+    return PathFinder.find_spec(name, [path for path in sys.path if path not in _PATHS]) is not None
 
 
 def _look_once() -> None:

@@ -59,8 +59,13 @@ IMPORTED = (
     *("h11", "zmq.asyncio", "jinja2", "huggingface_hub", "enginery.testing.child", "enginery.api", "pytest"),
     *("pydantic.v1", "encodings.idna", "rich._emoji_codes", "uvicorn.lifespan.off"),
 )
+# pytest's plugins that nobody needs, as in pyproject.toml, which a pytest elsewhere does not read: they import for 1.3 s.
+WITHOUT_PLUGINS = ("-p", "no:langsmith_plugin", "-p", "no:schemathesis", "-p", "no:anyio")
 # Of a pytest that is forked where it makes errors of warnings.
-PYTEST_FLAGS = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+PYTEST_FLAGS = (
+    *("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"),
+    *WITHOUT_PLUGINS,
+)
 # Read when something is imported, so that they must be what they were then; the latter by what torch is.
 FIXED = ("PYTHON", "LD_", "MALLOC_")
 FIXED_BY_TORCH = ("OMP_", "MKL_", "TORCH", "TRITON", "CUDA")

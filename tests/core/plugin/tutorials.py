@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import quick_processes
+
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -47,5 +49,6 @@ def install_page(page: str, site, parent: Path) -> Path:
 
 def own_tests(folder: Path, *flags: str) -> str:
     """Code that runs a distribution's tests, and nothing but them. flags: of pytest, besides the usual ones."""
-    arguments = ["-q", "-p", "no:cacheprovider", *flags, "--rootdir", str(folder), str(folder / "tests")]
+    own = ["--rootdir", str(folder), str(folder / "tests")]
+    arguments = ["-q", "-p", "no:cacheprovider", *quick_processes.WITHOUT_PLUGINS, *flags, *own]
     return f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))"

@@ -1,8 +1,4 @@
-"""For all tests: whether Triton compiles, what is random, what is loaded once, and what is run again when it fails.
-
-Triton compiles its kernels or interprets them, and decides that once, when it is first imported. Machines without a CUDA device
-interpret them. torch imports Triton too, so this comes before any test does. The variable must not stay set: the engine would
-choose the interpreted plugins for every other test.
+"""For all tests: what is run again when it fails. What processes need that run tests is in tests/every_test.py.
 
 Tests of real processes and browsers also depend on what else the machine does. One that fails is run again once, and the report
 counts it; what fails twice fails.
@@ -10,69 +6,22 @@ counts it; what fails twice fails.
 
 from __future__ import annotations
 
-import functools
-import gc
-import importlib
-import importlib.util
 import os
 import signal
-from collections.abc import Iterator
-from unittest.mock import patch
+import sys
 
-import hypothesis
 import pytest
-import quick_interpreter
-import quick_loading
-import quick_processes
-import torch
-from pairwise import EVERYTHING
 
 # The same are in `with_processes` of the Makefile: tests/meta/test_two_runs.py.
 WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve.py", "plugins/enginery-web/")
 
-if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
-    with patch.dict(os.environ, TRITON_INTERPRET="1"):
-        importlib.import_module("triton.experimental.gluon")
-    quick_interpreter.install(importlib.import_module("triton.runtime.interpreter"))
-
-quick_loading.install()
-if not EVERYTHING:
-    quick_processes.install()
+# With `-n 2` this process hands tests to its workers and runs none: torch and Triton would take it 3 s, before they begin.
+_HANDS_OUT = "-n" in sys.argv and not {"0", "--pdb"} & {*sys.argv} and "PYTEST_XDIST_WORKER" not in os.environ
+pytest_plugins = [] if _HANDS_OUT else ["every_test"]
 
 # What nohup or a shell's background ignores, servers that tests start would ignore too: tests of signals would wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Each client reads all certificates of this machine anew, 0.1 s of processor time; the tests make thousands.
-for name in ("httpx", "httpx2"):
-    if importlib.util.find_spec(name) is not None:
-        transports = importlib.import_module(f"{name}._transports.default")
-        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
-
-# No example is too slow. They are the same every time: `--hypothesis-profile searching` looks for new ones.
-hypothesis.settings.register_profile("searching", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("repeatable", hypothesis.settings.get_profile("searching"), derandomize=True)
-hypothesis.settings.load_profile("repeatable")
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """A test's random numbers do not depend on the tests before. `torch.manual_seed` also keeps a stack for each kind of device
-    that is not there yet, 1 ms."""
-    seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
-    seed(0)
-
-
-@pytest.fixture
-def own_processes() -> Iterator[None]:
-    """What the test starts is started as users start it, with all its imports."""
-    with quick_processes.own_processes():
-        yield
-
-
-def pytest_collection() -> None:
-    """Modules and tests stay; looking among them for what does not takes 2 s."""
-    gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,11 +29,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
-
-
-def pytest_collection_finish() -> None:
-    """From here on the collector looks at what tests made, and at that less often: a look at all modules takes 0.4 s."""
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
-    gc.enable()
-    quick_loading.begin()

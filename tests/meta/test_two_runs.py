@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,26 @@ def test_both_lists_of_tests_of_processes_are_the_same() -> None:
     assert apart is not None
     assert [path.rstrip("/") for path in re.findall(r'"(.+?)"', marked[1])] == apart[1].split()
     assert all((ROOT / path).exists() for path in apart[1].split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "worker", "runs"),
+    [
+        (["-n", "2"], None, False),
+        (["-n", "2"], "gw0", True),
+        (["-n", "0"], None, True),
+        (["-n", "2", "--pdb"], None, True),
+        ([], None, True),
+    ],
+)
+def test_who_hands_tests_to_others_imports_nothing_for_them(
+    flags: list[str], worker: str | None, monkeypatch: pytest.MonkeyPatch, *, runs: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pytest", *flags])
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    assert runpy.run_path(str(ROOT / "conftest.py"))["pytest_plugins"] == ["every_test"] * runs
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 from few_checks import few
 
-from enginery.plugin.registry import Registry
 from enginery.testing.conformance import Check, checks_of
 from enginery.testing.subject import Subject
 from enginery.testing.suite import AttnBackendSuite
@@ -20,11 +19,14 @@ pytestmark = pytest.mark.skipif(kernels is None, reason="the compiled part was n
 
 @functools.cache  # what it claims is the same on each instruction set, and takes 0.4 s to ask
 def _subject() -> Subject:
-    return Subject.installed("cpu", Registry.load(), device="cpu")
+    return _Cpu.subject()
 
 
-class _On(AttnBackendSuite):
+class _Cpu(AttnBackendSuite):
     backend = "cpu"
+
+
+class _On(_Cpu):
     isa: ClassVar[str]
 
     @pytest.fixture(autouse=True)

@@ -127,6 +127,14 @@ def test_keys_that_transformers_does_not_write_are_not_needed() -> None:
     assert shape({key: value for key, value in V3.items() if key not in left_out}) == shape(V3)
 
 
+def test_the_number_of_experts_has_transformers_default_in_v3_and_flash() -> None:
+    for config, counts in ((V3, (256, 8)), (FLASH, (64, 4))):
+        left_out = ("n_routed_experts", "num_experts_per_tok")
+        experts = shape({key: value for key, value in config.items() if key not in left_out}).decoder.experts
+        assert experts is not None
+        assert (experts.num_experts, experts.routing.top_k) == counts
+
+
 def test_the_memory_plan_counts_what_experts_keep_alive() -> None:
     few, many = (describe(V3 | {"num_experts_per_tok": count}).activation_width for count in (64, 128))
     assert many - few == 64 * (3 * 2048 + 2048)

@@ -44,6 +44,15 @@ def test_what_files_leave_out_is_transformers_default() -> None:
     assert shape(GLM4 | {"head_dim": 8, "partial_rotary_factor": 0.25}).rope.rotary_dim == 2
 
 
+def test_the_numbers_of_heads_and_experts_have_transformers_defaults_too() -> None:
+    left_out = ("num_key_value_heads", "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+    dense, sparse = (shape({key: value for key, value in each.items() if key not in left_out}) for each in (GLM4, GLM4_MOE))
+    assert dense.num_kv_heads == 2
+    experts = sparse.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.routing.top_k, experts.shared_size, experts.layers) == (128, 8, 12, {1, 2})
+
+
 def test_head_norms_and_biases_are_switches_of_glm4_moe() -> None:
     assert not shape(GLM4_MOE).qk_norm
     both = shape(GLM4_MOE | {"use_qk_norm": True, "attention_bias": True})

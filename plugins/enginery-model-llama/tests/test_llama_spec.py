@@ -84,3 +84,12 @@ def test_both_spellings_of_rope_are_read() -> None:
 def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         describe(CONFIG | wrong)
+
+
+def test_a_part_of_each_head_is_rotated_in_phi_3_alone() -> None:
+    """Transformers rotates all of it elsewhere, whatever the file says."""
+    half = {"partial_rotary_factor": 0.5}
+    assert shape(CONFIG | half | {"architectures": ["Phi3ForCausalLM"]}).rope.rotary_dim == 2
+    for name in ("Llama", "Mistral", "SmolLM3", "Granite"):
+        with pytest.raises(CheckpointError, match=r"partial_rotary_factor, for 2 of 4 dims"):
+            shape(CONFIG | half | {"architectures": [f"{name}ForCausalLM"]})

@@ -45,6 +45,15 @@ def test_the_window_begins_at_a_layer_and_is_off_by_default() -> None:
     on = CONFIG | {"sliding_window": 8, "use_sliding_window": True}
     assert shape(on | {"max_window_layers": 1}).windows == (None, 8, 8, 8)
     assert [layer.sliding_window for layer in describe(on).layers] == [None] * 4
+    with pytest.raises(CheckpointError, match="sliding_window -1"):
+        shape(on | {"sliding_window": -1})
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3, QWEN3_MOE, QWEN2_MOE])
+def test_a_part_of_each_head_is_rotated_from_qwen3_next_on(config: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        shape(config | {"partial_rotary_factor": 0.5})
+    assert shape(HYBRID | {"partial_rotary_factor": 0.5}).rope.rotary_dim == 128
 
 
 def test_layer_types_override_the_first_window_layer() -> None:
@@ -67,6 +76,8 @@ def test_qwen2_moe_has_a_gated_shared_expert_and_qwen3_moe_none() -> None:
 def test_the_number_of_experts_is_read_in_both_spellings() -> None:
     renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 8}
     assert shape(renamed) == shape(QWEN3_MOE)
+    with pytest.raises(CheckpointError, match="no 'num_experts'"):
+        shape({key: value for key, value in QWEN3_MOE.items() if key != "num_experts"})
 
 
 def test_layers_without_experts_are_every_so_many_and_those_listed() -> None:

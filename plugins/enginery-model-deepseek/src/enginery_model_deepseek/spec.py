@@ -32,6 +32,7 @@ FLASH: Final = "Glm4MoeLiteForCausalLM"
 V3_DEFAULTS: Final[dict[str, Any]] = {
     "first_k_dense_replace": 3,
     "n_group": 8,
+    "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "routed_scaling_factor": 2.5,
@@ -39,7 +40,9 @@ V3_DEFAULTS: Final[dict[str, Any]] = {
 }
 FLASH_DEFAULTS: Final[dict[str, Any]] = {
     "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
     "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
     "q_lora_rank": 768,
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 1.8,

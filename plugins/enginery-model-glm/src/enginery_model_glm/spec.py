@@ -20,8 +20,21 @@ from enginery.api import (
 )
 
 # For files that leave it out: the defaults of transformers' Glm4Config and Glm4MoeConfig.
-GLM4: Final = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, "attention_bias": True}
-GLM4_MOE: Final = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+GLM4: Final = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
+GLM4_MOE: Final = {
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+}
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -36,8 +49,9 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         decoder = read_decoder_shape(config, qkv_bias=bool(config["attention_bias"]))
         norms = NormNames(attention_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")
         return dataclasses.replace(decoder, norms=norms, rotates_neighbours=True, packed_mlp=True)
+    config = {**GLM4_MOE, **config}
     return read_decoder_shape(
-        {**GLM4_MOE, **config},
+        config,
         qkv_bias=bool(config.get("attention_bias", False)),
         qk_norm=bool(config.get("use_qk_norm", False)),
         experts=read_grouped_experts(config, scoring="sigmoid"),

@@ -29,8 +29,18 @@ MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3",
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """As the first of the architectures has it that is known here; Llama's for other plugins' models that have it."""
-    return next((READERS[name] for name in config["architectures"] if name in READERS), _llama)(config)
+    """As the first of the architectures has it that is known here; Llama's for other plugins' models that have it.
+
+    But for Phi 3, transformers rotates whole heads whatever `partial_rotary_factor` says.
+    """
+    name = next((name for name in config["architectures"] if name in READERS), "LlamaForCausalLM")
+    found = READERS[name](config)
+    if name != "Phi3ForCausalLM" and found.rope.rotary_dim != found.head_dim:
+        raise CheckpointError(
+            f"config.json has a partial_rotary_factor, for {found.rope.rotary_dim} of {found.head_dim} dims of a head; this "
+            "architecture rotates all of them, so the two contradict each other: take it out, or correct 'architectures'"
+        )
+    return found
 
 
 def _llama(config: Mapping[str, Any], windows: tuple[int | None, ...] | None = None) -> DecoderShape:

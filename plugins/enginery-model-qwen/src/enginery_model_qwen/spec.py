@@ -8,6 +8,7 @@ from typing import Any
 
 from enginery.api import (
     AttnLayerFacts,
+    CheckpointError,
     DecoderShape,
     ExpertNames,
     MixtureShape,
@@ -56,6 +57,17 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
+    """What config.json says. Refuses a part of each head to rotate where transformers rotates all of it: before Qwen3-Next."""
+    found = _shape(config)
+    if found.rope.rotary_dim != found.head_dim and not is_next(config):
+        raise CheckpointError(
+            f"config.json has a partial_rotary_factor, for {found.rope.rotary_dim} of {found.head_dim} dims of a head; this "
+            "architecture rotates all of them, so the two contradict each other: take it out, or correct 'architectures'"
+        )
+    return found
+
+
+def _shape(config: Mapping[str, Any]) -> DecoderShape:
     """Qwen2 has biases on q, k and v, Qwen3 a norm on each head of q and k instead; their windows; experts where they have them."""
     config = _without_chunks(config)
     if "Qwen2ForCausalLM" in config["architectures"]:
@@ -101,10 +113,13 @@ def _shape_35(config: Mapping[str, Any], *, bias: bool) -> DecoderShape:
 
 
 def _experts(config: Mapping[str, Any], *, shared_size: int) -> MixtureShape | None:
-    """Every `decoder_sparse_step`-th layer has experts but for `mlp_only_layers`. None: all is dense."""
+    """Every `decoder_sparse_step`-th layer has experts but for `mlp_only_layers`. None: all is dense.
+
+    The hub calls their number `num_experts`, transformers writes `num_local_experts`.
+    """
     step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
     layers = frozenset(range(step - 1, whole_number(config, "num_hidden_layers"), step)) - frozenset(dense)
-    key = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers writes the second
+    key = "num_local_experts" if "num_experts" not in config and "num_local_experts" in config else "num_experts"
     if not layers or config.get(key) == 0:
         return None
     return MixtureShape(
@@ -131,7 +146,7 @@ def _expert_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on have the window, if it is switched on; `layer_types` overrides that."""
     num_layers = int(config["num_hidden_layers"])
-    window = int(config.get("sliding_window") or 4096) if config.get("use_sliding_window", False) else None
+    window = whole_number(config, "sliding_window", 4096) if config.get("use_sliding_window", False) else None
     first = int(config.get("max_window_layers", 28))
     kinds = config.get("layer_types") or [
         "sliding_attention" if index >= first else "full_attention" for index in range(num_layers)

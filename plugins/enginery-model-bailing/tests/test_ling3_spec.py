@@ -70,3 +70,7 @@ def test_ling_has_latents_in_the_last_layer_of_each_group_and_a_floor_of_its_dec
 def test_what_is_not_served_of_ling_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changed))):
         shape(LING | changed)
+
+
+def test_angles_are_transformers_where_the_file_says_nothing_of_them() -> None:
+    assert shape({key: value for key, value in LING.items() if key != "rope_theta"}) == shape(LING)

@@ -76,3 +76,17 @@ def test_the_text_of_a_model_for_images_is_read_as_the_hub_has_it() -> None:
 def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         describe(THIRD | wrong)
+
+
+@pytest.mark.parametrize("config", [SECOND, THIRD])
+def test_what_attention_and_mlp_may_have_otherwise_is_served_or_named(config: dict[str, object]) -> None:
+    biased = shape(config | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.out_bias, shape(config).qkv_bias) == (True, True, False)
+    with pytest.raises(CheckpointError, match="hidden_activation 'gelu'"):
+        shape(config | {"hidden_activation": "gelu"})
+
+
+@pytest.mark.parametrize("config", [SECOND, THIRD, SECOND | {"architectures": ["GemmaForCausalLM"]}])
+def test_a_part_of_each_head_is_not_rotated(config: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor, for 4 of 8 dims"):
+        shape(config | {"partial_rotary_factor": 0.5})

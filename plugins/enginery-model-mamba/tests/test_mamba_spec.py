@@ -145,3 +145,36 @@ def test_lfm2_computes_the_size_of_its_mlp() -> None:
     assert rules(lfm2.describe(config)) == [(0, "conv"), (1, None), (2, "conv"), (3, "conv")]
     assert (lfm2.shape(config).intermediate_size, lfm2.shape(config).tied) == (256, True)
     assert lfm2.shape(config | {"block_auto_adjust_ff_dim": False}).intermediate_size == 300
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (hybrids, BAMBA),
+        (falcon, SIZES | MIXER | {"mamba_d_ssm": None}),
+        (jamba, SIZES),
+        (nemotron, NEMOTRON | {"num_attention_heads": 4}),
+    ],
+)
+def test_kv_heads_that_are_null_are_as_many_as_heads(family: Any, config: dict[str, object]) -> None:
+    """Left out, there are 8."""
+    assert family.shape(config | {"num_key_value_heads": None}).num_kv_heads == 4
+    assert family.shape({key: value for key, value in config.items() if key != "num_key_value_heads"}).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (hybrids, GRANITE | {"position_embedding_type": "rope"}),
+        (falcon, SIZES | MIXER | {"mamba_d_ssm": None}),
+        (lfm2, SIZES | {"architectures": ["Lfm2ForCausalLM"]}),
+    ],
+)
+def test_a_part_of_each_head_is_rotated_in_bamba_alone(family: Any, config: dict[str, object]) -> None:
+    """Transformers rotates all of it in the others, whatever the file says."""
+    with pytest.raises(CheckpointError, match="partial_rotary_factor, for 8 of 16 dims"):
+        family.shape(config | {"partial_rotary_factor": 0.5})
+
+
+def test_granite_without_positions_takes_any_factor_of_them() -> None:
+    assert hybrids.shape(GRANITE | {"partial_rotary_factor": 0.5}) == hybrids.shape(GRANITE)

@@ -60,18 +60,31 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         config, stem = {**BESIDE_IMAGES, **config["text_config"]}, "language_model.model"
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
+    bias = bool(config.get("attention_bias", False))
     if is_first:
-        config, bias = {**FIRST, **config}, bool(config.get("attention_bias", False))
+        config = {**FIRST, **config}
         first = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, activations=GELU | {"gelu": GELU["gelu_pytorch_tanh"]})
+        _check_rotation(first)
         return dataclasses.replace(first, norm_offset=1.0, embedding_scale=first.hidden_size**0.5)
     config = {**(THIRD if is_third else SECOND), **config}
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
     if is_third and EVERYTHING in (ropes := config.get("rope_parameters") or {}):  # as transformers 5 writes it
         local = {**config, "rope_parameters": ropes[WINDOW], "rope_scaling": None}
         config["rope_parameters"] = ropes[EVERYTHING]
+    if config["hidden_activation"] not in GELU:
+        raise CheckpointError(
+            f"config.json has hidden_activation {config['hidden_activation']!r}; this architecture is served with "
+            f"{' or '.join(map(repr, GELU))} only"
+        )
     plain = read_decoder_shape(
-        {**config, "hidden_act": config["hidden_activation"]}, _windows(config), qk_norm=is_third, activations=GELU
+        {**config, "hidden_act": config["hidden_activation"]},
+        _windows(config),
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=is_third,
+        activations=GELU,
     )
+    _check_rotation(plain)
     return dataclasses.replace(
         plain,
         norms=NORMS,
@@ -83,6 +96,15 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         stem=stem,
         window_rope=None if local is None else read_rope(local, plain.head_dim),
     )
+
+
+def _check_rotation(shape: DecoderShape) -> None:
+    """Transformers rotates whole heads, whatever `partial_rotary_factor` says."""
+    if shape.rope.rotary_dim != shape.head_dim:
+        raise CheckpointError(
+            f"config.json has a partial_rotary_factor, for {shape.rope.rotary_dim} of {shape.head_dim} dims of a head; this "
+            "architecture rotates all of them, so the two contradict each other: take it out"
+        )
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -47,6 +47,7 @@ SERVED: Final[dict[str, Any]] = {
     "use_qkv_bias": False,
     "value_norm": False,
 }
+ROPE_THETA: Final = 6e6  # for files that leave it out: the default of transformers' BailingHybridConfig
 LIMITS: Final = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 LINEAR, FULL, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sparse"
 
@@ -66,7 +67,7 @@ def shape(config: Mapping[str, Any]) -> LingShape:
     for key in LIMITS:
         if any(config.get(key) or ()):
             raise CheckpointError(f"config.json has {key}, and experts with limits are not served for this architecture")
-    config = {**config, **{name: config[other] for name, other in ALIASES.items() if other in config}}
+    config = {"rope_theta": ROPE_THETA, **config, **{name: config[other] for name, other in ALIASES.items() if other in config}}
     latent, dim = read_latents(config), whole_number(config, "linear_head_dim", whole_number(config, "head_dim"))
     plain = read_decoder_shape({**config, "head_dim": latent.rope_dim})
     heads, count = plain.num_heads, len(plain.windows)

@@ -16,7 +16,7 @@ from enginery.api import (
     WeightSource,
     read_decoder_shape,
 )
-from enginery_model_mamba.mixers import MixerKeys, MixerShape, memory_of, read_mixer, with_memory
+from enginery_model_mamba.mixers import MixerKeys, MixerShape, memory_of, read_mixer, rotating_whole_heads, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer
@@ -51,8 +51,7 @@ NAMES: Final = {"model.norm": "model.final_layernorm"}
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """With defaults. `mamba_d_ssm` that is null means `mamba_expand`, one that is left out 1024."""
-    stated = {key: value for key, value in config.items() if value is not None}
-    whole = {**DEFAULTS, "mamba_d_ssm": None if "mamba_d_ssm" in config else 1024, **stated}
+    whole = {**DEFAULTS, "mamba_d_ssm": None if "mamba_d_ssm" in config else 1024, **stated(config)}
     for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         if not isinstance(whole[key], list | tuple) or len(whole[key]) != count:
             raise CheckpointError(f"config.json has {key} {whole[key]!r}, which must be {count} numbers; the file is damaged")
@@ -64,6 +63,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     whole = _complete(config)
     bias = bool(whole.get("attention_bias", False))
     plain = read_decoder_shape(whole, qkv_bias=bias, out_bias=bias, mlp_bias=bool(whole.get("mlp_bias", False)))
+    rotating_whole_heads(plain)
     return dataclasses.replace(
         plain,
         norms=NormNames(mlp="pre_ff_layernorm"),

@@ -20,7 +20,7 @@ from enginery.api import (
     read_decoder_shape,
     whole_number,
 )
-from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, with_memory
+from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, rotating_whole_heads, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer
@@ -64,7 +64,7 @@ def _is_granite(config: Mapping[str, Any]) -> bool:
 
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**(GRANITE if _is_granite(config) else BAMBA), **{key: value for key, value in config.items() if value is not None}}
+    return {**(GRANITE if _is_granite(config) else BAMBA), **stated(config)}
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -75,8 +75,9 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         plain = read_decoder_shape(whole | {"partial_rotary_factor": 0.5}, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
         return dataclasses.replace(plain, norms=NormNames(mlp="pre_ff_layernorm"))
     if not rotates(config):
-        whole |= {"rope_parameters": None, "rope_scaling": None}  # the factor that YaRN has for attention would stay
-    plain = read_decoder_shape(whole, qkv_bias=bias, out_bias=bias, experts=_experts(whole))
+        # the factor that YaRN has for attention would stay
+        whole |= {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}
+    plain = rotating_whole_heads(read_decoder_shape(whole, qkv_bias=bias, out_bias=bias, experts=_experts(whole)))
     return dataclasses.replace(
         plain, embedding_scale=whole.get("embedding_multiplier"), attention_scale=float(whole["attention_multiplier"])
     )

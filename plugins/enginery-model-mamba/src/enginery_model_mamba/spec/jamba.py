@@ -21,7 +21,7 @@ from enginery.api import (
     read_decoder_shape,
     whole_number,
 )
-from enginery_model_mamba.mixers import memory_of, with_memory
+from enginery_model_mamba.mixers import memory_of, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer
@@ -64,10 +64,10 @@ class ScanShape:
 
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    stated = {key: value for key, value in config.items() if value is not None and key not in ROPE_KEYS}
-    if "num_experts" not in stated and "num_local_experts" in stated:
-        stated["num_experts"] = stated["num_local_experts"]
-    return {**DEFAULTS, **stated}
+    own = stated(config, *ROPE_KEYS)
+    if "num_experts" not in own and "num_local_experts" in own:
+        own["num_experts"] = own["num_local_experts"]
+    return {**DEFAULTS, **own}
 
 
 def _layers(config: Mapping[str, Any], what: str) -> frozenset[int]:

@@ -20,7 +20,7 @@ from enginery.api import (
     read_decoder_shape,
     whole_number,
 )
-from enginery_model_mamba.mixers import layer_kinds, memory_of, with_memory
+from enginery_model_mamba.mixers import layer_kinds, memory_of, rotating_whole_heads, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer
@@ -84,7 +84,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     """The decoder around the convolutions."""
     whole = _complete(config)
     plain = read_decoder_shape(whole, qk_norm=True, experts=_experts(whole) if _has_experts(config) else None)
-    return dataclasses.replace(plain, norms=NormNames(attention="operator_norm", mlp="ffn_norm"))
+    return dataclasses.replace(rotating_whole_heads(plain), norms=NormNames(attention="operator_norm", mlp="ffn_norm"))
 
 
 def _experts(whole: Mapping[str, Any]) -> MixtureShape:

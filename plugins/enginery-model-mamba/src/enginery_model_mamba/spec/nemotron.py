@@ -17,7 +17,7 @@ from enginery.api import (
     required,
     whole_number,
 )
-from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, with_memory
+from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, stated, with_memory
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +77,10 @@ ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "partial_rotary_factor", 
 
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    stated = {key: value for key, value in config.items() if value is not None and key not in ROPE_KEYS}
-    if "attention_head_dim" in stated:  # as files of the hub have it
-        stated.setdefault("head_dim", stated["attention_head_dim"])
-    whole = {**DEFAULTS, **stated}
+    own = stated(config, *ROPE_KEYS)
+    if "attention_head_dim" in own:  # as files of the hub have it
+        own.setdefault("head_dim", own["attention_head_dim"])
+    whole = {**DEFAULTS, **own}
     if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") != "silu":
         raise CheckpointError(
             f"config.json has mlp_hidden_act {whole['mlp_hidden_act']!r} and mamba_hidden_act {whole.get('mamba_hidden_act')!r}; "

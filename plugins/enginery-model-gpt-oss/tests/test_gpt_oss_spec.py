@@ -42,6 +42,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         {"layer_types": ["full_attention"]},
         {"swiglu_limit": -1.0},
         {"num_experts_per_tok": 200},
+        {"partial_rotary_factor": 0.5},
     ],
 )
 def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:

@@ -176,5 +176,10 @@ def test_a_part_of_each_head_is_rotated_in_bamba_alone(family: Any, config: dict
         family.shape(config | {"partial_rotary_factor": 0.5})
 
 
+def test_nemotron_needs_a_layer_that_looks_back() -> None:
+    with pytest.raises(CheckpointError, match="hybrid_override_pattern"):
+        nemotron.describe(NEMOTRON | {"hybrid_override_pattern": "-E-"})
+
+
 def test_granite_without_positions_takes_any_factor_of_them() -> None:
     assert hybrids.shape(GRANITE | {"partial_rotary_factor": 0.5}) == hybrids.shape(GRANITE)

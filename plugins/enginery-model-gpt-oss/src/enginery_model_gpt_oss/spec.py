@@ -73,6 +73,11 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     )
     windows = read_windows(config, lambda index: index % 2 == 0)  # in every other layer, the first one with it
     plain = read_decoder_shape(config, windows, qkv_bias=bias, out_bias=bias, experts=experts)
+    if plain.rope.rotary_dim != plain.head_dim:
+        raise CheckpointError(
+            f"config.json has a partial_rotary_factor, for {plain.rope.rotary_dim} of {plain.head_dim} dims of a head; this "
+            "architecture rotates all of them, so the two contradict each other: take it out"
+        )
     return dataclasses.replace(plain, sinks=frozenset(range(count)))
 
 

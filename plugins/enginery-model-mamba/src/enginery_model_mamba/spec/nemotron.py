@@ -126,6 +126,8 @@ def routing(config: Mapping[str, Any]) -> Routing:
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with. Layers without a mixer and without attention have no memory."""
+    if set(kinds(config)) <= set(FEED_FORWARDS):
+        raise CheckpointError("config.json has MLPs and experts alone in layers_block_type (or hybrid_override_pattern)")
     memory, facts = memory_of(read_mixer(_complete(config), KEYS).facts), shape(config).facts()
     places = {MIXER: [memory], ATTENTION: [facts.layers[0]]}
     return with_memory(facts, [places.get(kind, []) for kind in kinds(config)])

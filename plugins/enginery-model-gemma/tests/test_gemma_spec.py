@@ -43,6 +43,16 @@ def test_both_spellings_of_ropes_are_read() -> None:
     assert (added.rope, added.window_rope) == (old.rope, old.window_rope)
 
 
+def test_a_rope_that_is_stated_for_one_kind_of_layer_leaves_the_other_its_default() -> None:
+    plain, stated = shape(THIRD), {"rope_type": "default", "rope_theta": 1234.0}
+    full, local = (shape(THIRD | {"rope_parameters": {kind: stated}}) for kind in ("full_attention", "sliding_attention"))
+    assert (full.rope.theta, full.window_rope) == (1234.0, plain.window_rope)
+    assert local.window_rope is not None
+    assert (local.rope, local.window_rope.theta) == (plain.rope, 1234.0)
+    with pytest.raises(CheckpointError, match="rope_parameters"):
+        shape(THIRD | {"rope_parameters": stated})
+
+
 @pytest.mark.parametrize(("given", "made"), [(SECOND, Gemma2Config), (THIRD, Gemma3TextConfig)])
 def test_what_a_file_leaves_out_is_what_transformers_takes(given: dict[str, object], made: type) -> None:
     stated = made(**{key: value for key, value in given.items() if key != "architectures"}).to_dict()

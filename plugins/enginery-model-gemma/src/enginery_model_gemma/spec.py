@@ -68,9 +68,11 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         return dataclasses.replace(first, norm_offset=1.0, embedding_scale=first.hidden_size**0.5)
     config = {**(THIRD if is_third else SECOND), **config}
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
-    if is_third and EVERYTHING in (ropes := config.get("rope_parameters") or {}):  # as transformers 5 writes it
-        local = {**config, "rope_parameters": ropes[WINDOW], "rope_scaling": None}
-        config["rope_parameters"] = ropes[EVERYTHING]
+    if local is not None and (ropes := config.get("rope_parameters")):  # as transformers 5 writes it
+        if not {EVERYTHING, WINDOW} & set(ropes):
+            raise CheckpointError(f"config.json has rope_parameters {ropes!r}; it needs those of {EVERYTHING!r} and of {WINDOW!r}")
+        local["rope_parameters"] = ropes.get(WINDOW)
+        config["rope_parameters"] = ropes.get(EVERYTHING)
     if config["hidden_activation"] not in GELU:
         raise CheckpointError(
             f"config.json has hidden_activation {config['hidden_activation']!r}; this architecture is served with "

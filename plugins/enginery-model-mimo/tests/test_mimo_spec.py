@@ -70,6 +70,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         {"n_shared_experts": 1},
         {"scoring_func": "softmax"},
         {"attention_value_scale": "half"},
+        {"moe_layer_freq": 1},
     ],
 )
 def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:

@@ -101,7 +101,10 @@ def _kinds(config: Mapping[str, Any], key: str, hubs: str, names: tuple[str, str
     """Which layers are of the second of two kinds: by name under `key`, by 0 and 1 under `hubs`."""
     stated = config.get(key)
     if stated is None:
-        stated = [names[bool(each)] for each in config.get(hubs, default)]
+        stated = config.get(hubs, default)
+        if not isinstance(stated, list | tuple):
+            raise CheckpointError(f"config.json has {hubs} {stated!r}, which must be a list of 0 or 1 for each layer")
+        stated = [names[bool(each)] for each in stated]
     if len(stated) != len(default) or set(stated) - set(names):
         raise CheckpointError(
             f"config.json has {key} (or {hubs}) {stated!r}; it needs {names[0]!r} or {names[1]!r} for each of {len(default)} layers"

@@ -10,6 +10,7 @@ from enginery.checkpoint.decoder_shape import (
     RopeShape as RopeShape,
     latent_softmax_scale as latent_softmax_scale,
     read_decoder_shape as read_decoder_shape,
+    rotating_whole_heads as rotating_whole_heads,
     read_grouped_experts as read_grouped_experts,
     read_latents as read_latents,
     read_rope as read_rope,

@@ -226,6 +226,16 @@ def read_rope(config: Mapping[str, object], head_dim: int) -> RopeShape:
     return RopeShape(kind=kind, theta=theta, rotary_dim=rotary_dim, max_positions=positions, parameters=parameters)
 
 
+def rotating_whole_heads(shape: DecoderShape) -> DecoderShape:
+    """The shape. Raises `CheckpointError` if config.json has a part of each head rotated, where transformers rotates all of it."""
+    if shape.rope.rotary_dim != shape.head_dim:
+        raise CheckpointError(
+            f"config.json has a partial_rotary_factor, for {shape.rope.rotary_dim} of {shape.head_dim} dims of a head; this "
+            "architecture rotates all of them, so the two contradict each other: take it out, or correct 'architectures'"
+        )
+    return shape
+
+
 def read_decoder_shape(
     config: Mapping[str, object],
     windows: tuple[int | None, ...] | None = None,

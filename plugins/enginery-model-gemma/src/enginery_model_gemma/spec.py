@@ -17,6 +17,7 @@ from enginery.api import (
     read_decoder_shape,
     read_rope,
     read_windows,
+    rotating_whole_heads,
     whole_number,
 )
 
@@ -64,7 +65,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     if is_first:
         config = {**FIRST, **config}
         first = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, activations=GELU | {"gelu": GELU["gelu_pytorch_tanh"]})
-        _check_rotation(first)
+        rotating_whole_heads(first)
         return dataclasses.replace(first, norm_offset=1.0, embedding_scale=first.hidden_size**0.5)
     config = {**(THIRD if is_third else SECOND), **config}
     local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
@@ -86,7 +87,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         qk_norm=is_third,
         activations=GELU,
     )
-    _check_rotation(plain)
+    rotating_whole_heads(plain)
     return dataclasses.replace(
         plain,
         norms=NORMS,
@@ -98,15 +99,6 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         stem=stem,
         window_rope=None if local is None else read_rope(local, plain.head_dim),
     )
-
-
-def _check_rotation(shape: DecoderShape) -> None:
-    """Transformers rotates whole heads, whatever `partial_rotary_factor` says."""
-    if shape.rope.rotary_dim != shape.head_dim:
-        raise CheckpointError(
-            f"config.json has a partial_rotary_factor, for {shape.rope.rotary_dim} of {shape.head_dim} dims of a head; this "
-            "architecture rotates all of them, so the two contradict each other: take it out"
-        )
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -18,6 +18,7 @@ from enginery.api import (
     Routing,
     read_decoder_shape,
     read_windows,
+    rotating_whole_heads,
     whole_number,
 )
 
@@ -72,12 +73,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         names=NAMES,
     )
     windows = read_windows(config, lambda index: index % 2 == 0)  # in every other layer, the first one with it
-    plain = read_decoder_shape(config, windows, qkv_bias=bias, out_bias=bias, experts=experts)
-    if plain.rope.rotary_dim != plain.head_dim:
-        raise CheckpointError(
-            f"config.json has a partial_rotary_factor, for {plain.rope.rotary_dim} of {plain.head_dim} dims of a head; this "
-            "architecture rotates all of them, so the two contradict each other: take it out"
-        )
+    plain = rotating_whole_heads(read_decoder_shape(config, windows, qkv_bias=bias, out_bias=bias, experts=experts))
     return dataclasses.replace(plain, sinks=frozenset(range(count)))
 
 

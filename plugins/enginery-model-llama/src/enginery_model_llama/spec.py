@@ -18,6 +18,7 @@ from enginery.api import (
     Routing,
     read_decoder_shape,
     read_windows,
+    rotating_whole_heads,
     whole_number,
 )
 
@@ -35,12 +36,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     """
     name = next((name for name in config["architectures"] if name in READERS), "LlamaForCausalLM")
     found = READERS[name](config)
-    if name != "Phi3ForCausalLM" and found.rope.rotary_dim != found.head_dim:
-        raise CheckpointError(
-            f"config.json has a partial_rotary_factor, for {found.rope.rotary_dim} of {found.head_dim} dims of a head; this "
-            "architecture rotates all of them, so the two contradict each other: take it out, or correct 'architectures'"
-        )
-    return found
+    return found if name == "Phi3ForCausalLM" else rotating_whole_heads(found)
 
 
 def _llama(config: Mapping[str, Any], windows: tuple[int | None, ...] | None = None) -> DecoderShape:

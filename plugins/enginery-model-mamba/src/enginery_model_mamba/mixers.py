@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from enginery.api import AttnLayerFacts, CheckpointError, DecoderShape, ModelFacts, RecurrentFacts, whole_number
+from enginery.api import AttnLayerFacts, CheckpointError, ModelFacts, RecurrentFacts, whole_number
 
 NO_STEP_LIMITS: Final = (0.0, math.inf)
 
@@ -60,16 +60,6 @@ def stated(config: Mapping[str, Any], *without: str) -> dict[str, Any]:
     return {
         key: value for key, value in config.items() if (value is not None or key == "num_key_value_heads") and key not in without
     }
-
-
-def rotating_whole_heads(shape: DecoderShape) -> DecoderShape:
-    """The shape. Raises `CheckpointError` if config.json says that a part of a head is rotated, which transformers ignores."""
-    if shape.rope.rotary_dim != shape.head_dim:
-        raise CheckpointError(
-            f"config.json has a partial_rotary_factor, for {shape.rope.rotary_dim} of {shape.head_dim} dims of a head; this "
-            "architecture rotates all of them, so the two contradict each other: take it out"
-        )
-    return shape
 
 
 def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:

@@ -8,7 +8,6 @@ from typing import Any
 
 from enginery.api import (
     AttnLayerFacts,
-    CheckpointError,
     DecoderShape,
     ExpertNames,
     MixtureShape,
@@ -20,6 +19,7 @@ from enginery.api import (
     next_token_drafter,
     read_decoder_shape,
     required,
+    rotating_whole_heads,
     whole_number,
 )
 
@@ -58,13 +58,7 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
     """What config.json says. Refuses a part of each head to rotate where transformers rotates all of it: before Qwen3-Next."""
-    found = _shape(config)
-    if found.rope.rotary_dim != found.head_dim and not is_next(config):
-        raise CheckpointError(
-            f"config.json has a partial_rotary_factor, for {found.rope.rotary_dim} of {found.head_dim} dims of a head; this "
-            "architecture rotates all of them, so the two contradict each other: take it out, or correct 'architectures'"
-        )
-    return found
+    return _shape(config) if is_next(config) else rotating_whole_heads(_shape(config))
 
 
 def _shape(config: Mapping[str, Any]) -> DecoderShape:

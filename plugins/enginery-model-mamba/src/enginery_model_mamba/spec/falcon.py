@@ -15,8 +15,9 @@ from enginery.api import (
     NormNames,
     WeightSource,
     read_decoder_shape,
+    rotating_whole_heads,
 )
-from enginery_model_mamba.mixers import MixerKeys, MixerShape, memory_of, read_mixer, rotating_whole_heads, stated, with_memory
+from enginery_model_mamba.mixers import MixerKeys, MixerShape, memory_of, read_mixer, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer

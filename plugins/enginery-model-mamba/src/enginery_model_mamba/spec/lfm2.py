@@ -18,9 +18,10 @@ from enginery.api import (
     Routing,
     WeightSource,
     read_decoder_shape,
+    rotating_whole_heads,
     whole_number,
 )
-from enginery_model_mamba.mixers import layer_kinds, memory_of, rotating_whole_heads, with_memory
+from enginery_model_mamba.mixers import layer_kinds, memory_of, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer

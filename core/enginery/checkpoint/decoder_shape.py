@@ -19,7 +19,7 @@ from enginery.errors import CheckpointError
 
 WINDOWED: Final = "sliding_attention"
 EVERYTHING: Final = "full_attention"
-SILU_ONLY: Final[Mapping[str, Activation]] = {"silu": SILU}
+SILU_ONLY: Final[Mapping[str, Activation]] = {"silu": SILU, "swish": SILU}  # of two names, as in transformers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,15 @@ def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
     assert shape(mistral).windows == (4096, 4096, 4096)
 
 
+def test_mistral_has_no_biases_whatever_the_file_says() -> None:
+    mistral = shape(CONFIG | {"architectures": ["MistralForCausalLM"], "attention_bias": True, "mlp_bias": True})
+    assert (mistral.qkv_bias, mistral.out_bias, mistral.mlp_bias) == (False, False, False)
+
+
+def test_swish_is_a_name_of_silu() -> None:
+    assert shape(CONFIG | {"hidden_act": "swish"}) == shape(CONFIG | {"hidden_act": "silu"})
+
+
 def test_phi_3_has_a_window_where_contexts_fill_it() -> None:
     phi = CONFIG | {"architectures": ["Phi3ForCausalLM"]}
     assert shape(phi | {"sliding_window": 16}).windows == (16, 16, 16)

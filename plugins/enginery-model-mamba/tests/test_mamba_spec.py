@@ -97,6 +97,17 @@ def test_falcon_has_two_layers_with_memory_in_each() -> None:
         falcon.describe(config | {"ssm_multipliers": [1.0]})
 
 
+@pytest.mark.parametrize(("norm_first", "gate_first"), [({}, False), (True, False), (False, True), (None, True)])
+def test_falcon_s_gate_is_before_the_norm_where_that_is_false_or_null(norm_first: Any, gate_first: bool) -> None:
+    stated = norm_first if norm_first == {} else {"mamba_norm_before_gate": norm_first}
+    assert falcon.read_falcon_mixer(SIZES | MIXER | {"mamba_d_ssm": 128} | stated).gate_first is gate_first
+
+
+@pytest.mark.parametrize("family", [falcon.read_falcon_mixer, lambda config: nemotron.describe(NEMOTRON | config)])
+def test_swish_is_a_name_of_silu(family: Any) -> None:
+    family(SIZES | MIXER | {"mamba_d_ssm": 128, "hidden_act": "swish", "mamba_hidden_act": "swish"})
+
+
 def test_nemotron_is_read_from_letters_and_words() -> None:
     words = {"layers_block_type": ["mamba", "mlp", "linear_attention", "full_attention", "moe"]}
     for config in (NEMOTRON, {**NEMOTRON, "hybrid_override_pattern": None} | words):

@@ -113,6 +113,12 @@ HYBRID = QWEN2_MOE | {
 DENSE_35 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": HYBRID | {"mtp_num_hidden_layers": 1}}
 
 
+@pytest.mark.parametrize(("name", "count"), [("Qwen3NextForCausalLM", 2), ("Qwen3_5MoeForCausalLM", 2), ("Qwen3_5ForCausalLM", 4)])
+def test_kv_heads_that_are_left_out_are_those_of_transformers(name: str, count: int) -> None:
+    config = {key: value for key, value in HYBRID.items() if key != "num_key_value_heads"} | {"num_attention_heads": 16}
+    assert shape(config | {"architectures": [name]}).num_kv_heads == count
+
+
 @pytest.mark.parametrize("wrong", [{"linear_num_key_heads": 3}, {"linear_num_value_heads": 1}])
 def test_value_heads_that_key_heads_cannot_serve_evenly_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(CheckpointError, match=r"\d value heads, which is no multiple of its \d key heads, .*; correct config.json"):

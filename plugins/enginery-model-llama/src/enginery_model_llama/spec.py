@@ -45,8 +45,8 @@ def _llama(config: Mapping[str, Any], windows: tuple[int | None, ...] | None = N
 
 
 def _mistral(config: Mapping[str, Any]) -> DecoderShape:
-    """With a window, and no bias in attention."""
-    return read_decoder_shape(config, _windows({**MISTRAL, **config}), mlp_bias=bool(config.get("mlp_bias", False)))
+    """With a window, and no biases, as transformers has none whatever `attention_bias` and `mlp_bias` say."""
+    return read_decoder_shape(config, _windows({**MISTRAL, **config}))
 
 
 def _mixtral(config: Mapping[str, Any]) -> DecoderShape:

@@ -64,7 +64,7 @@ def stated(config: Mapping[str, Any], *without: str) -> dict[str, Any]:
 
 def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:
     """Read a Mamba2 mixer. Raises `CheckpointError`."""
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
             f"config.json asks for hidden_act {config['hidden_act']!r}; this architecture is served with 'silu' only"
         )

@@ -28,12 +28,14 @@ QWEN3_HEAD_DIM = 128  # transformers' Qwen3Config, for files that leave it out
 
 # transformers' Qwen3NextConfig, for files that leave them out
 NEXT_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
     "norm_topk_prob": True,
     "full_attention_interval": 4,
 }
-
+# and Qwen3_5TextConfig
+DENSE_35_DEFAULTS = NEXT_DEFAULTS | {"num_key_value_heads": 4}
 
 DENSE_35 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 MOE_35 = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
@@ -72,7 +74,7 @@ def _shape(config: Mapping[str, Any]) -> DecoderShape:
     config = text_of(config)
     bias = bool(config.get("attention_bias", False))
     if is_35(config):
-        return _shape_35({**NEXT_DEFAULTS, **config}, bias=bias)
+        return _shape_35(config, bias=bias)
     if "Qwen3MoeForCausalLM" in config["architectures"]:
         experts = _experts(config, shared_size=0)
         return read_decoder_shape(config, _expert_windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
@@ -96,8 +98,9 @@ def _without_chunks(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _shape_35(config: Mapping[str, Any], *, bias: bool) -> DecoderShape:
     """Qwen3.5's: experts in every layer or none. Beside a model for images its weights have a longer name."""
-    experts = None
-    if any(name in config["architectures"] for name in MOE_35):
+    has_experts = any(name in config["architectures"] for name in MOE_35)
+    config, experts = {**(NEXT_DEFAULTS if has_experts else DENSE_35_DEFAULTS), **config}, None
+    if has_experts:
         shared = int(required(config, "shared_expert_intermediate_size"))
         config = {**config, "intermediate_size": shared, "norm_topk_prob": True}
         experts = _experts(config, shared_size=shared)

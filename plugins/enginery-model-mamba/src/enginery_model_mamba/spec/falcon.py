@@ -35,7 +35,6 @@ DEFAULTS: Final[dict[str, Any]] = {
     "mamba_d_state": 256,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
-    "mamba_norm_before_gate": True,
     "mamba_rms_norm": False,
     "embedding_multiplier": 1.0,
     "lm_head_multiplier": 1.0,
@@ -74,7 +73,10 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def read_falcon_mixer(config: Mapping[str, Any]) -> MixerShape:
-    """Its mixer, whose input has a factor too: without a bias that is one of what `in_proj` gives."""
+    """Its mixer, whose input has a factor too: without a bias that is one of what `in_proj` gives.
+
+    `mamba_norm_before_gate` that is null means false, as in transformers.
+    """
     whole = _complete(config)
     plain, factor = read_mixer(whole, KEYS), float(whole["ssm_in_multiplier"])
     if plain.bias and factor != 1.0:
@@ -82,7 +84,7 @@ def read_falcon_mixer(config: Mapping[str, Any]) -> MixerShape:
     return dataclasses.replace(
         plain,
         has_norm=bool(whole["mamba_rms_norm"]),
-        gate_first=not whole["mamba_norm_before_gate"],
+        gate_first=not config.get("mamba_norm_before_gate", True),
         multipliers=tuple(float(each) * factor for each in whole["ssm_multipliers"]),
     )
 

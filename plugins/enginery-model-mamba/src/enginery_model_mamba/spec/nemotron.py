@@ -81,7 +81,7 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_head_dim" in own:  # as files of the hub have it
         own.setdefault("head_dim", own["attention_head_dim"])
     whole = {**DEFAULTS, **own}
-    if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") != "silu":
+    if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(
             f"config.json has mlp_hidden_act {whole['mlp_hidden_act']!r} and mamba_hidden_act {whole.get('mamba_hidden_act')!r}; "
             "this architecture is served with 'relu2' and 'silu' only"

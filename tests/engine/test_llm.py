@@ -314,6 +314,36 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
     assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_stream_whose_step_failed_for_another_caller_ends_with_an_error(
+    echo: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """It went on without end: its request was given up, and each step had nothing to do."""
+    model = llm(echo)
+    engine = model._engine
+    assert engine is not None
+    begun = model.stream([7, 8, 9], GREEDY)
+    next(begun)
+    with monkeypatch.context() as patch:
+
+        def fail(_: object) -> None:
+            raise KeyboardInterrupt
+
+        def is_lost(error: BaseException) -> None:
+            raise error
+
+        patch.setattr(engine._runner.parts.model, "forward", fail)
+        if not is_told:
+            patch.setattr(engine, "recover", is_lost)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate([1, 2], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", lambda: pytest.fail("it steps an engine that has nothing to do"))
+        with pytest.raises(EnginError, match="KeyboardInterrupt" if is_told else "given up when a step failed"):
+            list(begun)
+    assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
+
+
 def test_threads_take_turns_and_share_an_open_stream(echo: Path) -> None:
     model = llm(echo)
     begun = model.stream([7, 8, 9], GREEDY)

@@ -201,7 +201,7 @@ class Engine:
         self._kv_events.publish()
         return outputs
 
-    def recover(self, error: Exception) -> list[RequestOutput]:
+    def recover(self, error: BaseException) -> list[RequestOutput]:
         """After `step` raised `error`: what it would have returned, and what the requests that it gave up are told.
 
         Raises it again where nothing can go on: outside of a step's computation, when the device is lost, where there are other

@@ -153,11 +153,20 @@ class LLM(AbstractContextManager["LLM"]):
                 with Progress(disable=not shown, transient=True) as bar:
                     task = bar.add_task("generating", total=total)
                     while left:
-                        left -= {part for part in requests.step() if _has_ended(part, left)}
+                        left -= {part for part in self._step(requests) if _has_ended(part, left)}
                         bar.update(task, completed=total - len(left))
             finally:
                 requests.abort(itertools.chain.from_iterable(growing))
         return growing
+
+    def _step(self, requests: OpenRequests) -> list[GrowingCompletion]:
+        if not requests.engine.has_work:  # a step that failed for another caller could not tell it
+            raise EnginError("the request was given up when a step failed; ask again")
+        try:
+            return requests.step()
+        except BaseException as error:
+            requests.take_in(requests.engine.recover(error))  # other callers' streams end too, or it is raised here already
+            raise
 
     def _stream(self, prompt: Encoded, params: SamplingParams) -> Iterator[GenerationDelta]:
         with self._turn:
@@ -166,7 +175,7 @@ class LLM(AbstractContextManager["LLM"]):
             while parts:
                 with self._turn:
                     if not any(part.is_over for part in parts):  # as another caller's step may have left them
-                        self._live().step()
+                        self._step(self._live())
                 for part in list(parts):
                     if part.error is not None:
                         raise part.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,21 @@ def test_a_plugin_that_exits_in_a_step_fails_it_and_not_the_process(asked: Engin
         engine.step()
     (told,) = engine.recover(error.value)
     assert "RuntimeError: SystemExit: 0" in str(told.error)
+
+
+def test_ctrl_c_amid_a_plugins_code_blames_no_plugin(asked: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from enginery_echo.backend import EchoAttention
+
+    def attend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, plan: Any, out: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EchoAttention, "attend", types.FunctionType(attend.__code__, vars(sys.modules[EchoAttention.__module__])))
+    engine = Engine.build(asked, Registry.load())
+    engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3)))
+    with pytest.raises(KeyboardInterrupt) as error:
+        engine.step()
+    (told,) = engine.recover(error.value)
+    assert "the step that the request was in failed with KeyboardInterrupt: ; it ran " in str(told.error)
 
 
 def test_what_the_core_raises_names_no_plugin() -> None:

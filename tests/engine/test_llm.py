@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -325,16 +326,9 @@ def test_a_stream_whose_step_failed_for_another_caller_ends_with_an_error(
     begun = model.stream([7, 8, 9], GREEDY)
     next(begun)
     with monkeypatch.context() as patch:
-
-        def fail(_: object) -> None:
-            raise KeyboardInterrupt
-
-        def is_lost(error: BaseException) -> None:
-            raise error
-
-        patch.setattr(engine._runner.parts.model, "forward", fail)
+        patch.setattr(engine._runner.parts.model, "forward", Mock(side_effect=KeyboardInterrupt))
         if not is_told:
-            patch.setattr(engine, "recover", is_lost)
+            patch.setattr(engine, "recover", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model.generate([1, 2], GREEDY)
     with monkeypatch.context() as patch:

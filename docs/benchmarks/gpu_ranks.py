@@ -59,7 +59,9 @@ BIG_BYTES, BIG_REPEATS, BIG_SUMS_IN_A_GRAPH = 32 << 20, 7, 4  # in a sweep, whic
 HOST_CYCLES = 20_000_000  # of the device, in which the host launches what is measured
 KB = 1024
 EARLY_SIZES = tuple(
-    (rows, columns, inner) for rows, columns in ((16384, 4096), (8192, 4096), (4096, 4096), (8192, 8192)) for inner in (4096, 14336)
+    (rows, columns, inner)
+    for rows, columns in ((16384, 4096), (8192, 4096), (4096, 4096), (8192, 8192), (16384, 8192))
+    for inner in (4096, 14336)
 )
 SWEPT_OF_TWO = (
     *(Blocks(ahead=ahead) for ahead in (1, 2, 3)),

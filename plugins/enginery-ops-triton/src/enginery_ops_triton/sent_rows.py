@@ -26,7 +26,7 @@ from enginery_ops_triton.small_linear import Product
 FLAG: Final = 1  # a word of a part
 PIECES: Final = 4
 LEAST_BYTES: Final = 64 << 20  # of a sum; smaller ones were not measured
-MOST_BYTES: Final = 128 << 20
+MOST_BYTES: Final = 256 << 20
 MOST_ROW_BYTES: Final = 32 << 10  # of all sums, these and others
 PART_BYTES: Final = 2 * MOST_BYTES
 _PIECE_ROWS: Final = 128  # multiples of it, as products have tiles

@@ -15,7 +15,7 @@ FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
 PEER_BYTES = 38_312_192  # `peer_ops.NUM_BYTES`, without its imports
-SENT_BYTES = 268_435_456  # `sent_rows.PART_BYTES`
+SENT_BYTES = 536_870_912  # `sent_rows.PART_BYTES`
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:

@@ -8,6 +8,7 @@ from enginery.checkpoint.decoder_shape import (
     MixtureShape as MixtureShape,
     NormNames as NormNames,
     RopeShape as RopeShape,
+    check_served as check_served,
     latent_softmax_scale as latent_softmax_scale,
     read_decoder_shape as read_decoder_shape,
     rotating_whole_heads as rotating_whole_heads,

@@ -6,7 +6,7 @@ Shared by the model plugins whose families differ in a few flags (Llama, Mixtral
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -252,9 +252,7 @@ def read_decoder_shape(
     What else a family changes, as norms behind attention, it puts in with `dataclasses.replace`. Raises `CheckpointError`.
     """
     activation = str(config.get("hidden_act", "silu"))
-    if activation not in activations:
-        served = " or ".join(map(repr, activations))
-        raise CheckpointError(f"config.json asks for hidden_act {activation!r}; this architecture is served with {served} only")
+    check_served({"hidden_act": activation}, "hidden_act", activations)
     num_heads = whole_number(config, "num_attention_heads")
     hidden_size = whole_number(config, "hidden_size")
     num_kv_heads = whole_number(config, "num_key_value_heads", num_heads)
@@ -284,7 +282,8 @@ def read_decoder_shape(
     )
 
 
-def _check_served(config: Mapping[str, object], key: str, served: tuple[object, ...]) -> None:
+def check_served(config: Mapping[str, object], key: str, served: Collection[object]) -> None:
+    """Raises `CheckpointError` where `config` has the key with another value. Null counts as left out."""
     if config.get(key) is not None and config[key] not in served:
         raise CheckpointError(
             f"config.json has {key} {config[key]!r}; this architecture is served with {' or '.join(map(repr, served))} only"
@@ -300,14 +299,11 @@ def read_grouped_experts(config: Mapping[str, object], *, scoring: Literal["soft
     if config.get("n_routed_experts") is None or first >= count:
         return None
     sigmoid = scoring == "sigmoid"
-    method = str(config.get("topk_method") or ("noaux_tc" if sigmoid else "greedy"))
-    _check_served(config, "topk_method", ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy"))
-    _check_served(config, "scoring_func", (scoring,))
-    _check_served(config, "moe_layer_freq", (1,))
-    _check_served(config, "norm_topk_prob", (True, False) if sigmoid else (False,))
-    num_groups, top_groups = 1, 1
-    if method != "greedy":
-        num_groups, top_groups = whole_number(config, "n_group", 1), whole_number(config, "topk_group", 1)
+    has_groups = sigmoid or config.get("topk_method") == "group_limited_greedy"
+    check_served(config, "topk_method", ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy"))
+    check_served(config, "scoring_func", (scoring,))
+    check_served(config, "moe_layer_freq", (1,))
+    check_served(config, "norm_topk_prob", (True, False) if sigmoid else (False,))
     inner = whole_number(config, "moe_intermediate_size")
     return MixtureShape(
         layers=frozenset(range(first, count)),
@@ -316,8 +312,8 @@ def read_grouped_experts(config: Mapping[str, object], *, scoring: Literal["soft
         routing=Routing(
             top_k=whole_number(config, "num_experts_per_tok"),
             scoring=scoring,
-            num_groups=num_groups,
-            top_groups=top_groups,
+            num_groups=whole_number(config, "n_group", 1) if has_groups else 1,
+            top_groups=whole_number(config, "topk_group", 1) if has_groups else 1,
             group_score="top2" if sigmoid else "max",
             renormalise=sigmoid and bool(config.get("norm_topk_prob", True)),
             scale=_real(config, "routed_scaling_factor", 1.0),

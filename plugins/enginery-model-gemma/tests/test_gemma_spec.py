@@ -96,6 +96,15 @@ def test_what_attention_and_mlp_may_have_otherwise_is_served_or_named(config: di
         shape(config | {"hidden_activation": "gelu"})
 
 
+def test_every_generation_refuses_an_activation_in_the_same_words() -> None:
+    said = []
+    for config, key in ((SECOND | {"architectures": ["GemmaForCausalLM"]}, "hidden_act"), (SECOND, "hidden_activation")):
+        with pytest.raises(CheckpointError, match=f"has {key} 'silu'; this architecture is served with ") as error:
+            shape(config | {key: "silu"})
+        said.append(str(error.value).replace(key, "it").replace(" or 'gelu'", ""))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("config", [SECOND, THIRD, SECOND | {"architectures": ["GemmaForCausalLM"]}])
 def test_a_part_of_each_head_is_not_rotated(config: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor, for 4 of 8 dims"):

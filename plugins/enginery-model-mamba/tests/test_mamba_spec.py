@@ -127,6 +127,11 @@ def test_nemotron_refuses_what_changes_the_numbers(changes: dict[str, object]) -
         nemotron.describe(NEMOTRON | changes)
 
 
+def test_nemotron_names_the_activation_that_is_not_served() -> None:
+    with pytest.raises(CheckpointError, match="has mamba_hidden_act 'gelu'; this architecture is served with 'silu' or 'swish'"):
+        nemotron.describe(NEMOTRON | {"mamba_hidden_act": "gelu"})
+
+
 def test_jamba_has_a_convolution_and_a_scan_in_a_layer() -> None:
     config = SIZES | {"attn_layer_period": 4, "attn_layer_offset": 1}
     assert rules(jamba.describe(config))[:4] == [(0, "conv"), (0, "scan"), (1, None), (2, "conv")]

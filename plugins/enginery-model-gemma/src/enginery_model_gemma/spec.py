@@ -14,6 +14,7 @@ from enginery.api import (
     ModelContext,
     ModelFacts,
     NormNames,
+    check_served,
     read_decoder_shape,
     read_rope,
     read_windows,
@@ -74,11 +75,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
             raise CheckpointError(f"config.json has rope_parameters {ropes!r}; it needs those of {EVERYTHING!r} and of {WINDOW!r}")
         local["rope_parameters"] = ropes.get(WINDOW)
         config["rope_parameters"] = ropes.get(EVERYTHING)
-    if config["hidden_activation"] not in GELU:
-        raise CheckpointError(
-            f"config.json has hidden_activation {config['hidden_activation']!r}; this architecture is served with "
-            f"{' or '.join(map(repr, GELU))} only"
-        )
+    check_served(config, "hidden_activation", GELU)
     plain = read_decoder_shape(
         {**config, "hidden_act": config["hidden_activation"]},
         _windows(config),

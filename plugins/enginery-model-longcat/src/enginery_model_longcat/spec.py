@@ -19,6 +19,7 @@ from enginery.api import (
     ModelContext,
     ModelFacts,
     Routing,
+    check_served,
     latent_softmax_scale,
     read_decoder_shape,
     read_latents,
@@ -88,8 +89,7 @@ class LongcatShape:
 def shape(config: Mapping[str, Any]) -> LongcatShape:
     """LongCat-Flash's shape. Raises `CheckpointError` for what is not served."""
     for key, served in FIXED.items():
-        if config.get(key, served) not in (served, None):
-            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {served!r} only")
+        check_served(config, key, (served,))
     config = {**DEFAULTS, **config}
     latent = read_latents(config)
     head_dim, mixture = latent.nope_dim + latent.rope_dim, _mixture(config)

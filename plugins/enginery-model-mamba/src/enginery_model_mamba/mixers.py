@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from enginery.api import AttnLayerFacts, CheckpointError, ModelFacts, RecurrentFacts, whole_number
+from enginery.api import AttnLayerFacts, CheckpointError, ModelFacts, RecurrentFacts, check_served, whole_number
 
 NO_STEP_LIMITS: Final = (0.0, math.inf)
 
@@ -64,10 +64,7 @@ def stated(config: Mapping[str, Any], *without: str) -> dict[str, Any]:
 
 def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:
     """Read a Mamba2 mixer. Raises `CheckpointError`."""
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(
-            f"config.json asks for hidden_act {config['hidden_act']!r}; this architecture is served with 'silu' only"
-        )
+    check_served(config, "hidden_act", ("silu", "swish"))
     heads, groups = whole_number(config, keys.heads), whole_number(config, keys.groups)
     inner = config.get(keys.inner) if keys.inner is not None else None
     if keys.expand is None:

@@ -15,6 +15,7 @@ from enginery.api import (
     ModelFacts,
     NormNames,
     Routing,
+    check_served,
     next_token_drafter,
     num_next_layers,
     read_decoder_shape,
@@ -78,9 +79,8 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"config.json has swa_{key} {own!r} and {key} {complete.get(key)!r}; served are equal ones")
     if complete.get("n_shared_experts"):
         raise CheckpointError("config.json has n_shared_experts; this architecture is served without shared experts only")
-    for key, served in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if complete.get(key, served) != served:
-            raise CheckpointError(f"config.json has {key} {complete[key]!r}; this architecture is served with {served!r} only")
+    check_served(complete, "scoring_func", ("sigmoid",))
+    check_served(complete, "topk_method", ("noaux_tc",))
     return complete
 
 

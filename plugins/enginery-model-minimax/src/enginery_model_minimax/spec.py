@@ -18,6 +18,7 @@ from enginery.api import (
     ModelFacts,
     RecurrentFacts,
     Routing,
+    check_served,
     read_decoder_shape,
     whole_number,
 )
@@ -93,8 +94,7 @@ def _with_rotary_dim(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse(config: Mapping[str, Any], **served: object) -> None:
     for key, value in served.items():
-        if config.get(key, value) != value and config[key] is not None:
-            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
+        check_served(config, key, (value,))
 
 
 def _experts(config: Mapping[str, Any], *, sigmoid: bool) -> MixtureShape:

@@ -13,6 +13,7 @@ from enginery.api import (
     ModelFacts,
     Routing,
     WeightSource,
+    check_served,
     read_decoder_shape,
     required,
     whole_number,
@@ -81,11 +82,8 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     if "attention_head_dim" in own:  # as files of the hub have it
         own.setdefault("head_dim", own["attention_head_dim"])
     whole = {**DEFAULTS, **own}
-    if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(
-            f"config.json has mlp_hidden_act {whole['mlp_hidden_act']!r} and mamba_hidden_act {whole.get('mamba_hidden_act')!r}; "
-            "this architecture is served with 'relu2' and 'silu' only"
-        )
+    check_served(whole, "mlp_hidden_act", ("relu2",))
+    check_served(whole, "mamba_hidden_act", ("silu", "swish"))
     if whole.get("sliding_window") is not None:
         raise CheckpointError("config.json has a sliding_window, which is not served for this architecture")
     if whole.get("moe_latent_size") is not None and whole.get("mlp_bias"):

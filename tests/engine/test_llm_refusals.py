@@ -64,9 +64,10 @@ def test_fewer_ranks_than_one_are_refused_by_name(option: str) -> None:
         ({"stop": 3}, "stop is 3, but must be a text or a list of them"),
         ({"stop_token_ids": 3}, "stop_token_ids is 3, and names no token ids"),
         ({"logit_bias": [3]}, r"logit_bias is \[3\], and names no token ids"),
+        ({"logit_bias": {"7": 1.0}}, r"logit_bias \(a token id\) is '7', but must be a whole number"),
     ],
 )
-def test_what_is_no_list_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
+def test_what_names_no_token_ids_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said) as error:
         SamplingParams(**wrong)
     assert error.value.param == next(iter(wrong))

@@ -82,9 +82,8 @@ class SamplingParams:
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_range("n", self.n, 1, MAX_COMPLETIONS)
         _check_range("stop (number of strings)", len(self.stop), 0, MAX_STOP_STRINGS)
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None:
-                _check_range(name, count, 0, MAX_TOP_LOGPROBS)
+        _check_range("logprobs", self.logprobs or 0, 0, MAX_TOP_LOGPROBS)
+        _check_range("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_TOP_LOGPROBS)
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if not isinstance(self.grammar, Grammar | None):
@@ -107,7 +106,7 @@ class SamplingParams:
         stop, biases = _texts(self.stop), _of_tokens("logit_bias", self.logit_bias, Mapping)
         ends = tuple(_whole("stop_token_ids", token) for token in _of_tokens("stop_token_ids", self.stop_token_ids, Iterable))
         whole["top_k"] = 0 if whole["top_k"] == -1 else whole["top_k"]
-        bias = {_whole("logit_bias", token): _real("logit_bias", value) for token, value in biases.items()}
+        bias = {_whole("logit_bias (a token id)", token): _real("logit_bias", value) for token, value in biases.items()}
         real = {name: _real(name, getattr(self, name)) for name in _REAL_NUMBERS}
         for name, value in (whole | real | {"stop": stop, "stop_token_ids": ends, "logit_bias": bias}).items():
             object.__setattr__(self, name, value)
@@ -138,7 +137,7 @@ def _whole(name: str, value: object) -> int:
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]  # raises for what is none
     except TypeError:
-        raise RequestError(f"{name} is {value!r}, but must be a whole number", param=name) from None
+        raise RequestError(f"{name} is {value!r}, but must be a whole number", param=name.split(" ")[0]) from None
 
 
 def _real(name: str, value: object) -> float:

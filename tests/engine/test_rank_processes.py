@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -314,3 +315,19 @@ def test_a_rank_that_is_killed_amid_guesses_ends_the_engine(
         with pytest.raises(EngineDied, match=r"rank 1 .* was killed by SIGKILL"):
             serve(engine, [request("a", prompt_of(SAID[0]), max_tokens=40)])
     assert time.monotonic() - began_s < asked.step_deadline
+
+
+def test_after_ctrl_c_the_user_is_told_to_build_a_new_llm(
+    registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the traceback of Ctrl-C, and at the next call: nothing is run any more."""
+    told = r"rank 0 \(process \d+\) broke: KeyboardInterrupt\(\), which ended the other ranks; build a new LLM"
+    with running(options(tp=2), registry, kept) as engine:
+        serve(engine, [request("a", PROMPTS[0])])
+        monkeypatch.setattr(engine._runner.parts.model, "forward", Mock(side_effect=KeyboardInterrupt))
+        kept.is_broken = True  # it waits for this one's part of the step
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            serve(engine, [request("b", PROMPTS[0])])
+        assert re.fullmatch(told, "\n".join(interrupted.value.__notes__))
+        with pytest.raises(EngineDied, match=told):
+            serve(engine, [request("c", PROMPTS[0])])

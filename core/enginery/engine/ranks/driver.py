@@ -112,7 +112,9 @@ class RankProcesses:
         self._end()
         if cause is not None:
             raise cause from error
-        self._broke = EngineDied(f"rank 0 (process {os.getpid()}) broke: {type(error).__name__}: {error}")
+        self._broke = EngineDied(f"rank 0 (process {os.getpid()}) broke: {error!r}, which ended the other ranks; build a new LLM")
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(str(self._broke))
 
     def end(self) -> None:
         for link in self._links:

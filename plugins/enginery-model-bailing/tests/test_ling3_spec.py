@@ -74,3 +74,9 @@ def test_what_is_not_served_of_ling_is_refused(changed: dict[str, object]) -> No
 
 def test_angles_are_transformers_where_the_file_says_nothing_of_them() -> None:
     assert shape({key: value for key, value in LING.items() if key != "rope_theta"}) == shape(LING)
+
+
+def test_a_file_must_say_whether_there_are_experts() -> None:
+    assert shape(LING | {"num_experts": None}).decoder.experts is None
+    with pytest.raises(CheckpointError, match=r"has no 'num_experts', .* or null for dense layers alone"):
+        shape({key: value for key, value in LING.items() if key != "num_experts"})

@@ -60,6 +60,12 @@ def test_ling_1_routes_by_softmax_in_every_layer_and_norms_no_heads() -> None:
     assert (decoder.qk_norm, decoder.rope.rotary_dim) == (False, 16)
 
 
+@pytest.mark.parametrize("config", [LING1, LING2])
+def test_a_file_without_the_number_of_experts_is_refused_by_that_name(config: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="has no 'num_experts'"):
+        shape({key: value for key, value in config.items() if key != "num_experts"})
+
+
 @pytest.mark.parametrize(
     ("changed", "dims"),
     [

@@ -82,3 +82,9 @@ def test_layers_that_predict_further_tokens_are_ignored() -> None:
 def test_the_bias_of_the_router_is_known_by_both_names() -> None:
     for spec in register_models()[1:]:
         assert spec.stacked_weights[".mlp.gate.e_score_correction_bias"] == (".mlp.gate.expert_bias",)
+
+
+def test_a_file_must_say_whether_there_are_experts() -> None:
+    assert shape(RING | {"num_experts": None}).decoder.experts is None
+    with pytest.raises(CheckpointError, match=r"has no 'num_experts', .* or null for dense layers alone"):
+        shape({key: value for key, value in RING.items() if key != "num_experts"})

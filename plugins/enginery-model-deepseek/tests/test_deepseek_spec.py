@@ -135,6 +135,12 @@ def test_the_number_of_experts_has_transformers_default_in_v3_and_flash() -> Non
         assert (experts.num_experts, experts.routing.top_k) == counts
 
 
+def test_v2_must_say_whether_it_has_experts() -> None:
+    """Where DeepSeek's code has none for a file that leaves the key out, transformers has 64."""
+    with pytest.raises(CheckpointError, match=r"has no 'n_routed_experts', .* or null for dense layers alone"):
+        shape({key: value for key, value in LITE.items() if key != "n_routed_experts"})
+
+
 def test_the_memory_plan_counts_what_experts_keep_alive() -> None:
     few, many = (describe(V3 | {"num_experts_per_tok": count}).activation_width for count in (64, 128))
     assert many - few == 64 * (3 * 2048 + 2048)

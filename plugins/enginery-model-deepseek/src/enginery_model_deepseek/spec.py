@@ -91,10 +91,9 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
             f"config.json rotates {decoder.rope.rotary_dim} of qk_rope_head_dim={latent.rope_dim} dims; this architecture rotates "
             "all of them, in pairs: take partial_rotary_factor out of config.json, or correct qk_rope_head_dim"
         )
-    if "q_lora_rank" not in config:
-        raise CheckpointError(
-            "config.json has no 'q_lora_rank', which this architecture needs: a number, or null for queries of full rank"
-        )
+    for key, null in (("q_lora_rank", "queries of full rank"), ("n_routed_experts", "dense layers alone")):
+        if key not in config:
+            raise CheckpointError(f"config.json has no {key!r}, which this architecture needs: a number, or null for {null}")
     return DeepseekShape(
         decoder=decoder,
         latent=latent,

@@ -22,7 +22,7 @@ from enginery.api import (
     required,
     whole_number,
 )
-from enginery_model_bailing.spec.ring import NAMES, STACKED, check_served
+from enginery_model_bailing.spec.ring import NAMES, STACKED, check_served, num_experts
 
 SERVED: Final[dict[str, Any]] = {
     "norm_head": False,
@@ -77,7 +77,7 @@ def _chosen_by_sigmoid(config: Mapping[str, Any]) -> MixtureShape | None:
     """As DeepSeek-V3's."""
     for key in ("n_group", "topk_group", "routed_scaling_factor"):  # programs that read files without them differ
         required(config, key)
-    experts = read_grouped_experts({**config, "n_routed_experts": config.get("num_experts")}, scoring="sigmoid")
+    experts = read_grouped_experts({**config, "n_routed_experts": num_experts(config)}, scoring="sigmoid")
     return experts and dataclasses.replace(experts, names=NAMES, shared_size=_shared_size(config))
 
 

@@ -29,7 +29,6 @@ STACKED: Final = ring.STACKED | {".attention.dense.weight": (".attention.o_proj.
 ALIASES: Final = {
     "max_position_embeddings": "model_max_length",
     "n_group": "num_expert_group",
-    "n_routed_experts": "num_experts",
     "n_shared_experts": "num_shared_experts",
     "norm_topk_prob": "moe_renormalize",
     "num_experts_per_tok": "num_experts_per_token",
@@ -100,7 +99,7 @@ def shape(config: Mapping[str, Any]) -> LingShape:
 
 
 def _experts(config: Mapping[str, Any], count: int) -> MixtureShape | None:
-    experts = read_grouped_experts(config, scoring="sigmoid")
+    experts = read_grouped_experts({**config, "n_routed_experts": ring.num_experts(config)}, scoring="sigmoid")
     if experts is None:
         return None
     for key in ("n_group", "topk_group", "routed_scaling_factor"):

@@ -94,11 +94,20 @@ def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
 
 
+def num_experts(config: Mapping[str, Any]) -> object:
+    """None: all layers are dense. Raises `CheckpointError` for a file that does not say."""
+    if "num_experts" not in config:
+        raise CheckpointError(
+            "config.json has no 'num_experts', which this architecture needs: a number, or null for dense layers alone"
+        )
+    return config["num_experts"]
+
+
 def shape(config: Mapping[str, Any]) -> RingShape:
     """Ring-2.5's shape. Raises `CheckpointError` for what is not served."""
     check_served(config, SERVED)
     latent = read_latents(config)
-    renamed = {"n_routed_experts": config.get("num_experts"), "n_shared_experts": config.get("num_shared_experts")}
+    renamed = {"n_routed_experts": num_experts(config), "n_shared_experts": config.get("num_shared_experts")}
     experts = read_grouped_experts({**config, **renamed}, scoring="sigmoid")
     plain = read_decoder_shape(config, experts=None if experts is None else dataclasses.replace(experts, names=NAMES))
     heads, count, dim = plain.num_heads, len(plain.windows), plain.head_dim

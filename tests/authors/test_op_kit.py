@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable
 
 import torch
+from offers import op_spec
 from typer.testing import CliRunner
 
-from enginery.api import OpSpec, RecordCalls, only_torch
+from enginery.api import RecordCalls, only_torch
 from enginery.cli.main import build_app
 from enginery.errors import PluginError
 from enginery.testing.kits.checks import run_checks
@@ -27,15 +28,7 @@ def test_the_command_prints_the_report_and_its_exit_status_follows() -> None:
 
 def outcomes(gated_silu: Callable[[torch.Tensor], torch.Tensor], record_calls: RecordCalls | None = None) -> set[str]:
     """What the kit says of a set with this operation alone, and '' where it keeps to its promises."""
-    spec = OpSpec(
-        name="made",
-        api=(2, 0),
-        priority=1,
-        provides=("gated_silu",),
-        refuse=lambda _: [],
-        load=lambda _: {"gated_silu": gated_silu},
-        record_calls=record_calls,
-    )
+    spec = op_spec({"gated_silu": gated_silu}, record_calls=record_calls)
     report = run_checks("made", op_checks_of_spec(spec, dtypes=("float32",)), only="size 768")
     return {row.message.partition(" in ")[0].rpartition(": ")[2] for row in report.rows}
 

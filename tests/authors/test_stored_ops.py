@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from offers import op_spec
 
 from enginery.api import LinearFn, OpSpec, Scheme, StoredWeight
 from enginery.nn.reference_experts import bind_experts
@@ -21,15 +22,7 @@ SQUEEZED = Scheme(values="i4", block=(1, 128), zeros=True)
 
 
 def spec(schemes: dict[str, frozenset[Scheme]], **functions: Callable[..., Any]) -> OpSpec:
-    return OpSpec(
-        name="stored",
-        api=(2, 0),
-        priority=1,
-        provides=tuple(functions),
-        refuse=lambda needs: [],
-        load=lambda needs: functions,
-        schemes=schemes,
-    )
+    return op_spec(functions, schemes=schemes)
 
 
 def rows_of(of: OpSpec) -> list[Row]:

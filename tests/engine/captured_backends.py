@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from offers import offering
+from offers import offering, op_offer, op_spec
 
 from enginery.api import (
     Accepted,
@@ -32,7 +32,6 @@ from enginery.api import (
 from enginery.nn.activation import gated
 from enginery.nn.reference_ops import REFERENCE_SCHEMES
 from enginery.nn.stored import one_expert, widen
-from enginery.plugin.groups import HookGroup
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery_attn_linear.backend import LinearAttention
@@ -203,22 +202,7 @@ def bind_experts(
     return experts
 
 
-EXPERTS = Offer(
-    spec=OpSpec(
-        name="dense",
-        api=(2, 0),
-        priority=1,
-        provides=("bind_experts",),
-        refuse=lambda needs: [],
-        load=lambda needs: {"bind_experts": bind_experts},
-        schemes=REFERENCE_SCHEMES,
-    ),
-    group=HookGroup.OP,
-    name="dense",
-    plugin="dense",
-    distribution="enginery-dense",
-    version="1",
-)
+EXPERTS = op_offer(op_spec({"bind_experts": bind_experts}, name="dense", schemes=REFERENCE_SCHEMES))
 
 
 def captured(registry: Registry, ops: Sequence[Offer[OpSpec]] = (EXPERTS,)) -> Registry:

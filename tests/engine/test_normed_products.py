@@ -10,13 +10,12 @@ import torch
 from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of, options
 from engine.rank_pair import request, serve
 from engine.rank_threads import on_threads
-from offers import offering
+from offers import offering, op_offer, op_spec
 
-from enginery.api import HookGroup, LinearFn, OpSpec, StoredWeight
+from enginery.api import LinearFn, OpSpec, StoredWeight
 from enginery.engine.engine import Engine
 from enginery.nn import decoder
 from enginery.nn.reference_ops import bind_linear, rms_norm
-from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.weights import rank
 
@@ -46,16 +45,7 @@ def with_norming(registry: Registry, taken: Counter[int]) -> Registry:
     def bind(weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None) -> LinearFn:
         return Norming(bind_linear(weight, bias), taken)
 
-    spec = OpSpec(
-        name="norming",
-        api=(2, 3),
-        priority=1,
-        provides=("bind_linear",),
-        refuse=lambda needs: [],
-        load=lambda needs: {"bind_linear": bind},
-    )
-    offer = Offer(spec=spec, group=HookGroup.OP, name="norming", plugin="norming", distribution="enginery-norming", version="1")
-    return offering(registry, OpSpec, offer)
+    return offering(registry, OpSpec, op_offer(op_spec({"bind_linear": bind}, api=(2, 3))))
 
 
 # Of four layers, twice of two of LongCat's; those of wide routers are not counted, nor MiniMax' before its experts.

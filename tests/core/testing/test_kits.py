@@ -11,6 +11,7 @@ import pytest
 import torch
 from core.testing.bad_backends import CAPABILITIES
 from core.testing.good_backend import GoodBackend
+from offers import op_offer, op_spec
 
 from enginery.attention.watch import is_poison, poison
 from enginery.contracts.attention import AttnBackendSpec, BackendContext, Reason
@@ -168,8 +169,7 @@ def test_checks_can_be_chosen_by_words_and_end_at_the_first_failure() -> None:
 
 
 def offer(**loads: object) -> Offer[OpSpec]:
-    spec = OpSpec(name="mine", api=(2, 0), priority=1, provides=tuple(loads), refuse=lambda needs: [], load=lambda needs: loads)
-    return Offer(spec=spec, group=HookGroup.OP, name="mine", plugin="p", distribution="d", version="1")
+    return op_offer(op_spec(loads, name="mine"), plugin="p", distribution="d")
 
 
 def tried(**loads: object) -> KitReport:

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
+from offers import op_offer, op_spec
 
 from enginery.contracts.ops import OpNeeds, OpSpec, OpTable, Routing
-from enginery.contracts.versions import HookGroup
 from enginery.errors import PluginError
 from enginery.nn import reference_ops
 from enginery.nn.op_cases import OP_CASES, results_of
@@ -23,15 +23,8 @@ NEEDS = OpNeeds(device="cpu", dtype="bfloat16")
 
 
 def offer(loads: object, *, provides: tuple[str, ...] | None = None, name: str = "mine", priority: int = 1) -> Offer[OpSpec]:
-    spec = OpSpec(
-        name=name,
-        api=(2, 0),
-        priority=priority,
-        provides=tuple(loads) if provides is None else provides,
-        refuse=lambda needs: [],
-        load=lambda needs: loads,
-    )
-    return Offer(spec=spec, group=HookGroup.OP, name=name, plugin="fast", distribution="fast-ops", version="3.1")
+    spec = op_spec(loads, provides=provides, name=name, priority=priority)
+    return op_offer(spec, plugin="fast", distribution="fast-ops", version="3.1")
 
 
 def refused(*offers: Offer[OpSpec]) -> str:

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from offers import op_offer, op_spec
 
 from enginery.contracts.ops import LinearFn, OpSpec, PeerMemory, PeerOpsSpec
 from enginery.contracts.parallel import ParallelFacts
-from enginery.contracts.versions import HookGroup
 from enginery.engine.build import exchange_bytes
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.records import Offer
@@ -162,10 +162,7 @@ def peers(*devices: str, rank: int = 0) -> Peers:
 
 
 def offer(peer_ops: PeerOpsSpec | None) -> Offer[OpSpec]:
-    spec = OpSpec(
-        name="made", api=(2, 0), priority=1, provides=(), refuse=lambda needs: [], load=lambda needs: {}, peer_ops=peer_ops
-    )
-    return Offer(spec=spec, group=HookGroup.OP, name="made", plugin="made", distribution="made", version="1")
+    return op_offer(op_spec({}, peer_ops=peer_ops))
 
 
 def test_a_rank_asks_for_the_gpus_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ wheels := $(VENV)/editable
 projects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
 compiled := $(sort $(wildcard plugins/*/setup.py plugins/*/src/*/native/*))
-sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets
+sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets $(sort $(wildcard docs/*.py))
 # The projects of this tree share one setuptools.
 install := $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 # For DEVICE=cpu: an interpreter of kernels, for tests of some plugins; and torch's CPU build: 0.2 GB to fetch and not 3. Where that index is out of reach, what pip finds elsewhere will do.
@@ -21,7 +21,7 @@ help:
 	@echo "make serve [ARGS='-m MODEL --port 8000'] serve a model; the embedded one if none is named"
 	@echo "make test  [ARGS='-k words'] [JOBS=2]   run the tests that need no GPU, on so many cores; ARGS may name files"
 	@echo "make test-full                          the same with every combination, of which make test has some"
-	@echo "make lint                               ruff and mypy over the core and every plugin"
+	@echo "make lint                               ruff and mypy over the core, every plugin and what makes pages"
 	@echo "make venv                               only set up $(VENV), as far as serving needs it"
 	@echo "make dev                                the same, and what tests and lint need"
 	@echo "make clean                              remove $(VENV) and the caches"

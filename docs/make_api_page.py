@@ -168,7 +168,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for path, (_, kind) in ENDPOINTS.items():
-        schema = body_schema(kind)["requestBody"]["content"]["application/json"]["schema"]
+        body: dict[str, Any] = body_schema(kind)
+        schema = body["requestBody"]["content"]["application/json"]["schema"]
         table = "\n".join(["| field | | what it is |", "|---|---|---|", *rows(path, schema)])
         parts.append(f"## POST {path}\n\n{ABOUT[path]}\n\n{table}\n")
     return "\n".join(parts)

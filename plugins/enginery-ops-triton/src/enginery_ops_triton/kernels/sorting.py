@@ -11,8 +11,28 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.launch import kernel_of_any, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import bound
+
+
+@kernel
+def write_tiles(
+    tiles: tl.tensor,
+    slot: tl.tensor,
+    number: tl.tensor,
+    num_slots: tl.tensor,
+    expert: tl.tensor,
+    lower: tl.tensor,
+    count: tl.tensor,
+    block_m: int,
+) -> None:
+    """Fill an expert's slots of these numbers, as far as it has them: see `sort_pairs`. Experts may be along another dimension."""
+    begin = number * block_m
+    at = tiles + (slot + number) * 3
+    wanted = number < num_slots
+    tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)
+    tl.store(at + 1, lower + begin, mask=wanted)
+    tl.store(at + 2, lower + count + 0 * number, mask=wanted)
 
 
 @kernel_of_any("num_pairs", "block_m", "sparse")
@@ -48,13 +68,7 @@ def sort_pairs(
     slot = tl.where(sparse != 0, lower, expert + lower // block_m)
     num_slots = tl.where(sparse != 0, count, 1 + (lower + count) // block_m - lower // block_m)
     for start in range(0, bound(num_slots), BLOCK):
-        number = start + offset
-        begin = number * block_m
-        at = tiles + (slot + number) * 3
-        wanted = number < num_slots
-        tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)
-        tl.store(at + 1, lower + begin, mask=wanted)
-        tl.store(at + 2, lower + count, mask=wanted)
+        write_tiles(tiles, slot, start + offset, num_slots, expert, lower, count, block_m)
     if count > 0:
         place = lower
         for start in range(0, bound(num_pairs), BLOCK):
@@ -122,12 +136,7 @@ def place_chunks(
     num_slots = tl.where(expert < num_experts, 1 + (lower + count) // block_m - lower // block_m, 0)
     for first in range(0, bound(tl.max(num_slots, axis=0)), ROWS):
         number = (first + row)[:, None]
-        start = number * block_m
-        at = tiles + (slot[None, :] + number) * 3
-        wanted = number < num_slots[None, :]
-        tl.store(at, tl.where(start < count[None, :], expert[None, :], -1), mask=wanted)
-        tl.store(at + 1, lower[None, :] + start, mask=wanted)
-        tl.store(at + 2, (lower + count)[None, :] + 0 * number, mask=wanted)
+        write_tiles(tiles, slot[None, :], number, num_slots[None, :], expert[None, :], lower[None, :], count[None, :], block_m)
 
 
 @kernel_of_any("num_pairs")

@@ -50,6 +50,7 @@ ALIKE = [
     (needs(device="cpu", compute_capability=None), "compute capability"),
     (needs(kv_dtype="float8_e4m3fn"), "kv dtype"),
     (needs(dtype="float32", kv_dtype="float32"), "dtype"),
+    (needs(phases=frozenset({Phase.VERIFY})), "phase"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,33 +81,18 @@ def blackwell_spec(
 
     modules: what its kernel is imported from, and the distributions that have it.
     """
-    from enginery_attn_flashinfer.store import ModuleStore
-
-    return AttnBackendSpec(
-        name=name,
-        api=(2, 0),
-        priority=priority,
-        summary=summary,
-        refuse_also=partial(_refuse_blackwell, heads=heads, modules=modules),
-        options=FlashInferMlaOptions,
-        kernel_store=ModuleStore(_modules),
-        capabilities=Capabilities(
-            devices=frozenset({"cuda"}),
-            dtypes=dtypes,
-            kv_dtypes=dtypes,
-            head_dims=frozenset(),
-            page_sizes=page_sizes,
-            min_compute_capability=(10, 0),
-            max_compute_capability=(10, 9),
-            mla=True,
-            mla_ragged=True,
-            latent_dims=LATENT_DIMS,
-            graphs=True,
-            lse_base="2",
-            needs_jit=True,
-            workspace_bytes=WORKSPACE_BYTES,
-        ),
+    plain = make_spec()
+    can = dataclasses.replace(
+        plain.capabilities,
+        dtypes=dtypes,
+        kv_dtypes=dtypes,
+        page_sizes=page_sizes,
+        min_compute_capability=(10, 0),
+        max_compute_capability=(10, 9),
+        phases=plain.capabilities.phases - {Phase.VERIFY},
     )
+    refuse = partial(_refuse_blackwell, heads=heads, modules=modules)
+    return dataclasses.replace(plain, name=name, priority=priority, summary=summary, refuse_also=refuse, capabilities=can)
 
 
 def _refuse_blackwell(needs: AttnNeeds, *, heads: frozenset[int], modules: Mapping[str, str]) -> list[Reason]:

@@ -97,14 +97,6 @@ class AroundTheReference(StandInSuite):
         assert isinstance(answer, Denied if "skip_prefill" in options else ChunkPlan)
 
 
-def check_answer(spec: AttnBackendSpec, asked: AttnNeeds, rule: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The needs are met, or refused by this rule among others. Whether packages are installed does not matter."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    reasons = spec.refuse(asked)
-    assert bool(reasons) == (rule is not None)
-    assert rule is None or rule in [reason.rule for reason in reasons]
-
-
 def told_to_install(spec: AttnBackendSpec, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The commands that a machine without any package is told."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

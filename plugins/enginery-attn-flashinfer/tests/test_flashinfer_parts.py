@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from flashinfer_machines import check_answer, check_what_is_missing
 
 from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, LayerKV, Phase
 from enginery.kv.shared_prefixes import SharedPrefix
@@ -51,27 +52,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch_invariant": True}, "batch invariance"),
     ],
 )
-def test_needs_are_met_or_refused_with_a_reason(changes, rule) -> None:
-    reasons = make_spec().refuse(dataclasses.replace(NEEDS, **changes))
-    assert bool(reasons) == (rule is not None)
-    assert rule is None or rule in [reason.rule for reason in reasons]
+def test_needs_are_met_or_refused_with_a_reason(changes, rule, monkeypatch) -> None:
+    check_answer(make_spec(), dataclasses.replace(NEEDS, **changes), rule, monkeypatch)
 
 
-def test_a_machine_without_flashinfer_is_told_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (reason,) = make_spec().refuse(NEEDS)
-    assert "pip install flashinfer-python" in reason.text
-
-
-def test_a_machine_without_a_compiler_needs_compiled_kernels(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert make_spec().refuse(NEEDS) == []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flashinfer_jit_cache" else name)
-    (reason,) = make_spec().refuse(NEEDS)
-    assert "no nvcc" in reason.text
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
-    assert make_spec().refuse(NEEDS) == []
+def test_a_machine_without_flashinfer_or_a_compiler_is_told_so(monkeypatch, tmp_path) -> None:
+    check_what_is_missing(make_spec(), NEEDS, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(

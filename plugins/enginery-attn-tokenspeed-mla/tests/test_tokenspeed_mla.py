@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blackwell_mla import ALIKE, AroundTheReference, OnTheCpu, check_answer, needs, told_to_install
+from blackwell_mla import ALIKE, AroundTheReference, OnTheCpu, needs, told_to_install
+from flashinfer_machines import check_answer
 
 from enginery.api import AttnNeeds, BackendContext
 from enginery_attn_flashinfer_mla.backend import FlashInferMla

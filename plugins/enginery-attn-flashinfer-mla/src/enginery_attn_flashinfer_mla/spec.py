@@ -111,15 +111,9 @@ def _modules(needs: AttnNeeds, options: object | None) -> Sequence[Any]:
 
 def missing_software() -> list[Reason]:
     """Why FlashInfer's kernels cannot be had here; empty if they can."""
-    from enginery_attn_flashinfer.spec import can_compile
+    from enginery_attn_flashinfer import spec
 
-    if importlib.util.find_spec("flashinfer") is None:
-        text = "the package flashinfer is not installed; `pip install flashinfer-python`"
-        return [Reason(rule="flashinfer", text=text)]
-    if not can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
-        text = "FlashInfer compiles its kernels, and there is no nvcc in CUDA_HOME, on the path or in /usr/local/cuda; "
-        return [Reason(rule="compiler", text=text + "install CUDA's compiler, or the package flashinfer-jit-cache")]
-    return []
+    return spec.missing_software()
 
 
 def refuse_layers(needs: AttnNeeds, *, heads: frozenset[int]) -> list[Reason]:

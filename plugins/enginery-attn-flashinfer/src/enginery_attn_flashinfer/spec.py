@@ -87,16 +87,21 @@ def _modules(needs: AttnNeeds, options: object | None) -> Sequence[Any]:
 
 def refuse_also(needs: AttnNeeds) -> list[Reason]:
     """A machine without FlashInfer or a compiler for it, and memory of another half-precision dtype than the model's."""
-    reasons: list[Reason] = []
-    if importlib.util.find_spec("flashinfer") is None:
-        text = "the package flashinfer is not installed; `pip install flashinfer-python`"
-        reasons.append(Reason(rule="flashinfer", text=text))
-    elif not can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
-        text = "FlashInfer compiles its kernels, and there is no nvcc in CUDA_HOME, on the path or in /usr/local/cuda; "
-        reasons.append(Reason(rule="compiler", text=text + "install CUDA's compiler, or the package flashinfer-jit-cache"))
+    reasons = missing_software()
     if needs.kv_dtype not in (needs.dtype, FP8):
         reasons.append(Reason(rule="kv dtype", text=f"keys and values are {needs.kv_dtype}, the model is {needs.dtype}"))
     return reasons
+
+
+def missing_software() -> list[Reason]:
+    """Why FlashInfer's kernels cannot be had here; empty if they can."""
+    if importlib.util.find_spec("flashinfer") is None:
+        text = "the package flashinfer is not installed; `pip install flashinfer-python`"
+        return [Reason(rule="flashinfer", text=text)]
+    if not can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
+        text = "FlashInfer compiles its kernels, and there is no nvcc in CUDA_HOME, on the path or in /usr/local/cuda; "
+        return [Reason(rule="compiler", text=text + "install CUDA's compiler, or the package flashinfer-jit-cache")]
+    return []
 
 
 def can_compile() -> bool:

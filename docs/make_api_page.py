@@ -28,8 +28,10 @@ leaving the field out.
 
 `model` is any of the names that the server was given (`--served-model-name`), and answers repeat it. Without it, the first
 one is meant.
-Only in float32 do the same `seed`, prompt and sampling always give the same tokens. In bfloat16 the sums of a larger
-batch are rounded in another way. A request that runs beside others may then get other tokens than alone, also at temperature 0.
+In float32 the same `seed`, prompt and sampling give the same tokens, but for rounding: the sums of a larger batch, or of rows
+that verify guesses, differ in their last bits. Where a draw falls on the edge between two tokens, the other is taken (the
+embedded model: 3 of some 40,000 tokens at temperatures 1 and 1.5). In bfloat16 the sums differ by far more: a request beside
+others may get other tokens than alone, also at temperature 0.
 
 Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` they have Anthropic's. Statuses:
 

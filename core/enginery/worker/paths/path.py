@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from enginery.attention.axes import pad
@@ -145,23 +146,22 @@ def hidden_states(
     wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
     places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(step.sampling)] - 1  # [S]
     if step.verifies:
-        counts = torch.from_numpy(step.sampled_rows)
-        ends = counts.cumsum(0)
-        places = torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)  # the last `counts` of each: [R]
+        places = last_rows(places.numpy() + 1, step.sampled_rows)  # [R]
     last = wanted if len(places) == len(wanted) else wanted.index_select(0, to_device(places, wanted.device))  # [S, C]
     return Forwarded(planned_s=planned_s, rows=wanted, last=last, batch=batch if step.verifies else None)
 
 
 def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor | None:
     """The rows of a batch that need logits: the last `num_logits` of each request. [N] int64, device; None for all [T]."""
-    ends = batch.q_lens_cpu.long().cumsum(0)  # [B]
-    counts = batch.num_logits_cpu.long()  # [B]
+    counts = batch.num_logits_cpu.numpy()  # [B]
     if int(counts.sum()) == batch.num_tokens:
         return None
-    ends_of = ends.repeat_interleave(counts)  # [N]
-    first_of = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    rows = ends_of - counts.repeat_interleave(counts) + torch.arange(len(ends_of)) - first_of
-    return to_device(rows, device)
+    return to_device(last_rows(batch.q_lens_cpu.numpy().cumsum(), counts), device)
+
+
+def last_rows(ends: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    """The last rows before each end, so many of each, [B]: [N] int64. `repeat_interleave` takes 0.7 ms for 25 on 16 cores."""
+    return torch.from_numpy(np.arange(int(counts.sum())) + np.repeat(ends - counts.cumsum(), counts))
 
 
 class EagerPath:

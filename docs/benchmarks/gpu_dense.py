@@ -1,6 +1,8 @@
 """Dense models on one GPU: checks that graphs and overlap change no token, then times workloads with and without them.
 
 python docs/benchmarks/gpu_dense.py --workloads W2s W2 W5 > gpu-dense.json
+python docs/benchmarks/gpu_dense.py --workloads W4 --attention-backend auto --sustained 5 > w4.json: and what part of the rate that
+one layer's products have on the card right behind each workload, for so many seconds on end, its prompts had
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from typing import Any
+
+import torch
 
 from enginery import LLM, SamplingParams
 from enginery.bench.offline import bench_offline
-from enginery.bench.workloads import find_workload
+from enginery.bench.workloads import Workload, find_workload, shapes
 from enginery.config.schema import EngineOptions
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,6 +43,35 @@ def check(options: EngineOptions) -> bool:
     return answers[0] == answers[1]
 
 
+def products(shape: dict[str, Any]) -> list[tuple[int, int]]:
+    """Columns and inner dims of a dense layer's four products."""
+    hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    dim = shape.get("head_dim", hidden // heads)
+    return [((heads + 2 * shape["num_key_value_heads"]) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
+
+
+def prompts_flop(shape: dict[str, Any], workload: Workload) -> float:
+    """Operations of all layers over prompts that share nothing: products, and two of attention for each key that a token sees."""
+    tokens = sum(length for length, _ in workload.lengths)
+    seen = sum(length * (length + 1) // 2 for length, _ in workload.lengths)
+    heads = shape["num_attention_heads"]
+    attention = 4 * seen * heads * shape.get("head_dim", shape["hidden_size"] // heads)
+    return float(shape["num_hidden_layers"] * (2 * tokens * sum(n * k for n, k in products(shape)) + attention))
+
+
+def sustained_flop_per_s(shape: dict[str, Any], *, seconds: float, rows: int = 16384, device: str = "cuda") -> float:
+    """Operations a second of one layer's products in bfloat16, again and again for so long. rows: of a prompt step."""
+    sizes = products(shape)
+    drawn = [[torch.randn(count, k, device=device).bfloat16() for count in (rows, n)] for n, k in sizes]
+    began, passes = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for x, weight in drawn:
+            torch.nn.functional.linear(x, weight)
+        torch.zeros(1, device=device).item()  # all have ended
+        passes += 1
+    return passes * 2 * rows * sum(n * k for n, k in sizes) / (time.perf_counter() - began)
+
+
 def main() -> None:
     """Print the reports as JSON; what is measured goes to stderr as it comes."""
     parser = argparse.ArgumentParser()
@@ -47,8 +81,9 @@ def main() -> None:
     parser.add_argument("--prefill-attention-backend")
     parser.add_argument("--decode-attention-backend")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--sustained", type=float, metavar="SECONDS", help="of workloads of prompts, dense shapes")
     asked = vars(parser.parse_args())
-    names, variants, repeats = (asked.pop(name) for name in ("workloads", "variants", "repeats"))
+    names, variants, repeats, seconds = (asked.pop(name) for name in ("workloads", "variants", "repeats", "sustained"))
     options = EngineOptions(dtype="bfloat16", **asked)
     same = check(options)
     print("greedy tokens are the reference's:", same, file=sys.stderr)
@@ -58,6 +93,11 @@ def main() -> None:
             chosen = dataclasses.replace(options, **VARIANTS[variant])
             reports.append({"variant": variant, **bench_offline([find_workload(name)], chosen, repeats=repeats)})
             (row,) = reports[-1]["rows"]
+            if seconds:
+                shape = shapes()[find_workload(name).shape]
+                rate = sustained_flop_per_s(shape, seconds=seconds)
+                part = prompts_flop(shape, find_workload(name)) / row["measured"]["total_s"] / rate
+                row["derived"] |= {"sustained_flop_per_s": rate, "prompts_part_of_sustained": part}
             print(name, variant, row["measured"], row["derived"], file=sys.stderr, flush=True)
     json.dump({"tokens_are_the_references": same, "reports": reports}, sys.stdout, indent=1)
 

@@ -32,13 +32,14 @@ def page_bytes(geometry: KVGeometry, kind: MemoryKind = FULL) -> int:
     """What one page of a kind takes over all layers."""
     itemsize = TORCH_DTYPES[geometry.dtype].itemsize
     layers = [layer for layer in geometry.layers if geometry.kind_of(layer) == kind]
-    return sum(geometry.page_size * _values_per_token(layer) * itemsize for layer in layers)
+    return sum(geometry.page_size * layer.num_kv_heads * sum(_widths(layer)) * itemsize for layer in layers)
 
 
-def _values_per_token(layer: AttnLayerFacts) -> int:
+def _widths(layer: AttnLayerFacts) -> tuple[int, ...]:
+    """What each of the layer's tensors has of a head: a key and a value, a latent alone; none of a recurrent layer."""
     if layer.recurrent is not None:
-        return 0
-    return layer.head_dim if layer.latent is not None else layer.num_kv_heads * (layer.head_dim + layer.value_dim)
+        return ()
+    return (layer.head_dim,) if layer.latent is not None else (layer.head_dim, layer.value_dim)
 
 
 class PagedKVPool:
@@ -84,11 +85,8 @@ class PagedKVPool:
 
 
 def _pages(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> tuple[torch.Tensor, ...]:
-    if layer.recurrent is not None:
-        return ()
-    dims = (layer.head_dim,) if layer.latent is not None else (layer.head_dim, layer.value_dim)
     shape = (geometry.scratch_page(layer.kind) + 1, geometry.page_size, layer.num_kv_heads)
-    return tuple(cleared((*shape, dim), TORCH_DTYPES[geometry.dtype], device) for dim in dims)
+    return tuple(cleared((*shape, width), TORCH_DTYPES[geometry.dtype], device) for width in _widths(layer))
 
 
 def local(layer: LocalLayerId) -> LocalLayerId:

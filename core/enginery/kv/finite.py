@@ -77,8 +77,7 @@ class FiniteMemory:
     def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
         """It enters: a page for its state, and where points are to be made. num_matched: tokens whose pages are in the tree."""
         if self.states is not None:
-            _make_free(self._cache, STATE, 1)
-            (kv.states.spare,) = self.states.take(1)
+            (kv.states.spare,) = self._taken(STATE, self.states)
         self.points.begin(kv, point, num_matched=num_matched)
 
     def demand(self, kv: SequenceKV, num_tokens: int) -> Demand:
@@ -114,12 +113,14 @@ class FiniteMemory:
         num_known: tokens that it has, known or sampled by a step in flight; what lies behind are drafts.
         """
         if self.window is not None and (lacking := -(-stop // self.page_size) - kv.window.stop) > 0:
-            _make_free(self._cache, WINDOW, lacking)
-            kv.window.pages.extend(self.window.allocator.take(lacking))
+            kv.window.pages.extend(self._taken(WINDOW, self.window.allocator, lacking))
         if self.states is not None:
             self._move_state(kv.states, self.states)
-            if rows := self.points.rows_to_keep(kv, start, stop, num_known=num_known):
-                self._take_checkpoint(kv.states, self.states, rows)
+            rows = self.points.rows_to_keep(kv, start, stop, num_known=num_known)
+            if rows and self.states.available:
+                (kv.states.checkpoint,) = self._taken(STATE, self.states)
+                kv.states.checkpoint_rows = rows
+                self.read.append(kv.states.checkpoint)
         self.points.make(kv, start, stop, num_known=num_known)
 
     def prepared_until(self, stop: int) -> int:
@@ -152,8 +153,7 @@ class FiniteMemory:
         if states.users(page) == 1 and not states.shares(page):
             return
         if own.spare == NO_STATE and states.available:
-            _make_free(self._cache, STATE, 1)
-            (own.spare,) = states.take(1)
+            (own.spare,) = self._taken(STATE, states)
         if own.spare == NO_STATE:
             assert self._cache.points is not None, "a state that one sequence uses is shared with resume points alone"
             self._cache.points.drop_with(STATE, page)
@@ -161,18 +161,11 @@ class FiniteMemory:
         own.current, own.spare = own.spare, NO_STATE
         self.read.append(page)
 
-    def _take_checkpoint(self, own: StatePages, states: PageAllocator, rows: int) -> None:
-        """A page for the state after so many rows of its next item, if there is one."""
-        if states.available:
-            _make_free(self._cache, STATE, 1)
-            (own.checkpoint,) = states.take(1)
-            own.checkpoint_rows = rows
-            self.read.append(own.checkpoint)
-
-
-def _make_free(cache: RadixPrefixCache, kind: MemoryKind, count: int) -> None:
-    if cache.points is not None:
-        cache.points.evict(kind, count)
+    def _taken(self, kind: MemoryKind, allocator: PageAllocator, count: int = 1) -> list[int]:
+        """Pages of the kind, which are available: resume points are given up for them."""
+        if self._cache.points is not None:
+            self._cache.points.evict(kind, count)
+        return allocator.take(count)
 
 
 def check_idle(finite: FiniteMemory) -> None:

@@ -121,10 +121,11 @@ class _Operators(OperatorMode):
         self.kept.append((args, given, result))
         found = _of_the_host(func, result)
         again = partial(func, **given) if given else func
+        if [_look(tensor) for tensor in written] != looked:
+            raise Unsupported(f"{func} gives a tensor another shape or other memory")
         if torch.Tag.inplace_view in func.tags:
-            _check_places(func, written, looked)
-        elif written:
-            _check_places(func, written, looked)
+            return result
+        if written:
             self._check_writes(func, written, found)
             self.calls.append((again, args))
         elif func is _aten.lift_fresh.default:
@@ -140,12 +141,6 @@ class _Operators(OperatorMode):
             raise Unsupported(f"{func} writes to a tensor and makes another")
         if places & self._constants:
             raise Unsupported(f"{func} writes to a tensor that was made of Python's numbers")
-
-
-def _check_places(func: OpOverload, written: Sequence[torch.Tensor], looked: Sequence[object]) -> None:
-    """looked: at what is written, before. Raises `Unsupported` where it is somewhere else now."""
-    if [_look(tensor) for tensor in written] != list(looked):
-        raise Unsupported(f"{func} gives a tensor another shape or other memory")
 
 
 def _of_the_host(func: OpOverload, result: object) -> list[torch.Tensor]:

@@ -148,7 +148,7 @@ class _Member:
         self._ranks.boot(message.rank, messages.encode(boot))
 
     def _tell(self, death: Death) -> None:
-        self._link.send(messages.encode(messages.Gone(exit_code=death.exit_code, how=death.how, last_lines=death.last_lines)))
+        self._link.send(messages.encode(messages.Gone(death=death)))
 
 
 def host_and_port(address: str, otherwise: str) -> tuple[str, int]:

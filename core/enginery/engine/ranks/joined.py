@@ -198,7 +198,7 @@ class JoinedRanks:
             timeout_ms = 0
             if isinstance(said, messages.Gone) and identity in self._numbers:
                 rank = self._numbers[identity]
-                self._deaths.setdefault(rank, Death(rank, said.exit_code, said.how, said.last_lines))
+                self._deaths.setdefault(rank, said.death._replace(rank=rank))
             elif isinstance(said, messages.Join):
                 self._door.tell(identity, messages.Refused("all ranks of this engine have joined already"))
 

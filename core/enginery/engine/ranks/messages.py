@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.parallel import Death, ParallelFacts
 from enginery.plugin.manifest import Manifest
 
 END: Final = b""
@@ -77,11 +77,9 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag="gone"):
-    """The process of an `engine rank` has ended. See `Death`."""
+    """The process of an `engine rank` has ended."""
 
-    exit_code: int
-    how: str
-    last_lines: tuple[str, ...]
+    death: Death
 
 
 class BootFrame(msgspec.Struct, frozen=True, kw_only=True, tag="boot"):

@@ -32,18 +32,14 @@ def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, o
 
     folder: of the files; None: there are none.
     """
-    dtype = _stated_dtype(config)
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    dtype = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if dtype is None and folder is not None:
         from enginery.checkpoint.files import dtype_of_most  # with torch, which most need not wait for
 
         dtype = dtype_of_most(folder)
     return {**config, "dtype": dtype} if dtype else dict(config)
-
-
-def _stated_dtype(config: Mapping[str, object]) -> object:
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
-    return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import with_own_head
@@ -93,9 +93,7 @@ def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder:
             f"--drafter is {offer.name}, which runs {', '.join(spec.architectures)}, but {folder} is of the architecture "
             f"{', '.join(architectures)}; give another --draft-model, or --drafter standalone for a whole model"
         )
-    return Offer(
-        spec=spec, group=offer.group, name=offer.name, plugin=offer.plugin, distribution=offer.distribution, version=offer.version
-    )
+    return dataclasses.replace(cast("Offer[Any]", offer), spec=spec)
 
 
 def _choose_attention(

@@ -180,7 +180,7 @@ class LoadedWeights:
         assert self.uses[held] > 0, f"{names} is taken more often than it was when the weights were recorded"
         self.uses[held] -= 1
         tensor = self.tensors[held] if self.uses[held] else self.tensors.pop(held)
-        return tensor if held is piece else piece.slices[0].of(tensor) if held == whole else tensor
+        return tensor if held is piece else piece.slices[0].of(tensor)
 
 
 def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Sequence[str], *, folder: Path) -> None:

@@ -77,7 +77,6 @@ class BoundedState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but the end."""
         return self._state.is_finished
 
 

@@ -11,7 +11,6 @@ def pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host values on the device."""
     return pinned(values, device).to(device, non_blocking=True)
 
 

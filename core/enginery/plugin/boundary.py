@@ -42,7 +42,6 @@ def guarded_policy(offer: Offer[SchedulePolicySpec]) -> SchedulePolicySpec:
 
 
 def guarded_parser(offer: Offer[ParserSpec]) -> ParserSpec:
-    """The parser, whose failure names the plugin."""
     spec = offer.spec
 
     def is_inside(prompt: str) -> bool:

@@ -109,7 +109,6 @@ def verifying_drafts(needs: LayerNeeds, drafter: ChosenDrafter) -> LayerNeeds:
 
 
 def _needs_of(needs: LayerNeeds) -> dict[str, AttnNeeds]:
-    """What each role needs."""
     return {**needs._asdict(), **by_phase(needs.softmax)}
 
 

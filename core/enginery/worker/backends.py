@@ -101,7 +101,6 @@ def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, lat
 
 
 def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str, latent: bool) -> BackendRelay:
-    """The leaf, under MLA if the layers have latents."""
     leaf = _leaf(parts, offer, part=part)
     if not latent:
         return leaf

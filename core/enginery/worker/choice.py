@@ -254,7 +254,6 @@ def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:
 
 
 def policy_decision(asked: EngineOptions, registry: Registry) -> Decision:
-    """The order among waiting requests."""
     offer = registry.schedule_policy(asked.schedule_policy)
     why = "auto: first come, first served" if asked.schedule_policy == "auto" else "asked for"
     return Decision(setting="schedule policy", value=offer.name, reason=f"{why}, from {offer.source}")

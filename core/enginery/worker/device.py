@@ -70,7 +70,6 @@ def devices_of_ranks(asked: EngineOptions, *, joining: bool = False) -> tuple[st
 
 
 def torch_device(asked: str) -> torch.device:
-    """The torch device of an option's value."""
     device = torch.device(asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

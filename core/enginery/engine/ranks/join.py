@@ -75,8 +75,6 @@ def join(address: str, key: RankKey, own: OwnOptions, *, rank: int | None, wait_
 
 
 class _Member:
-    """One rank, and its connection."""
-
     def __init__(self, link: zmq.Socket[bytes], address: str, own: OwnOptions, *, wait_s: float) -> None:
         self._link, self._address, self._own = link, address, own
         self._monitor = link.get_monitor_socket(_EVENTS)

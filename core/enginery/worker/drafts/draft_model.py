@@ -204,7 +204,6 @@ class DraftModel:
         torch.add(steps.positions, 1, out=steps.kv_lens)
 
     def step_batches(self, ahead: Ahead, at: Tensor, *, window: Tensor, right: Tensor, count: int) -> list[ForwardBatch]:
-        """Of each of `count` steps, planned."""
         steps = OneStep.of(count, len(at), at.device)
         self.place(steps, at, window, right)
         batches = [one_each(ahead, one, knows_lengths=self.knows_lengths) for one in map(OneStep, *steps)]

@@ -215,7 +215,6 @@ class Met:
         return memory
 
     def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
-        """What the model exchanges."""
         return SingleRank(ops)
 
     def together(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.test_llm import GREEDY, TINY, continued, echo, llm
 
 from enginery import LLM, SamplingParams
-from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError, Unsupported
 
 __all__ = ["echo"]
 
@@ -56,6 +56,29 @@ def test_wrong_use_says_what_to_do(echo: Path) -> None:
 def test_fewer_ranks_than_one_are_refused_by_name(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is 0, but must be at least 1"):
         LLM(**{**TINY, option: 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"pp": 12}, "12 pipeline stages cannot share 9 decoder layers; --pp may be 9 at the most"),
+        ({"pp": 2, "pp_layers": "3,3"}, "--pp-layers gives 2 stages of 3, 3 layers; the model has 9"),
+        ({"tp": 3}, "the attention's query heads: 4, which 3 ranks cannot share"),
+    ],
+    ids=str,
+)
+def test_ranks_that_the_model_refuses_are_not_started(monkeypatch: pytest.MonkeyPatch, given: dict[str, object], told: str) -> None:
+    """Twelve take half a minute to import torch and to end again."""
+    started: list[object] = []
+
+    def start(*command: object, **_: object) -> None:
+        started.append(command)
+        raise OSError("no process is started here")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    with pytest.raises(Unsupported, match=told):
+        LLM(device="cpu", **given)
+    assert started == []
 
 
 @pytest.mark.parametrize(

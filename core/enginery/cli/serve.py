@@ -25,7 +25,7 @@ def serve(
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's and Anthropic's APIs."""
-    from enginery.cli.serve_checks import check_before_start, check_ranks
+    from enginery.cli.serve_checks import check_before_start
 
     checked = settings()  # first: a port that is taken is told before what takes seconds to import
     if named is not None:
@@ -35,6 +35,7 @@ def serve(
     check_before_start(options, host=checked.host, port=checked.port, dp=checked.dp)
     with in_background(dropped(checked.log_format)), StartDisplay() as display:
         from enginery.config.sources import registry_for
+        from enginery.engine.ranks.ranks import check_ranks
         from enginery.serve.server import serve as run
 
         registry = registry_for(options)

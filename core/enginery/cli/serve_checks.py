@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from enginery.config.host_memory import available_host_bytes
 from enginery.config.resolve import check
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
-
-if TYPE_CHECKING:
-    from enginery.plugin.registry import Registry
 
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::", "[::]")
 _PROCESS_BYTES: Final = 256 << 20  # of an engine's process without a model: torch is most of it
@@ -35,22 +31,6 @@ def check_before_start(options: EngineOptions, *, host: str, port: int, dp: int)
             raise ConfigError(f"{one} and {other} both take {_span(both)}; {other.moved(one, taken)}")
     for each in own:  # HTTP's was looked at before
         each.check_free()
-
-
-def check_ranks(options: EngineOptions, registry: Registry) -> None:
-    """What the model, if its folder is here, refuses of --tp and --pp: ranks say so half a minute later. Raises `EnginError`."""
-    from enginery.checkpoint.folder import find_folder, read_config  # here: ports are told of before what takes time to import
-    from enginery.contracts.parallel import ParallelFacts
-    from enginery.plugin.boundary import described
-    from enginery.worker.weights.shares import stage_of
-
-    if options.num_ranks == 1:
-        return
-    model = registry.default_checkpoint().name if options.model is None else options.model
-    if os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None:
-        config = read_config(folder := find_folder(model, registry, revision=options.revision))
-        facts = described(registry.find_model(config)[0], config, f"the model in {folder}")
-        stage_of(facts, ParallelFacts(tensor_size=options.tp, num_lanes=options.dp_attention, num_stages=options.pp))
 
 
 @dataclass(frozen=True, kw_only=True)

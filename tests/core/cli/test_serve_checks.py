@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 
 import pytest
 from free_ports import free_ports
@@ -11,8 +13,9 @@ from typer.testing import CliRunner
 
 from enginery.cli import serve_checks
 from enginery.cli.main import build_app
-from enginery.cli.serve_checks import check_before_start, check_ranks
+from enginery.cli.serve_checks import check_before_start
 from enginery.config.schema import EngineOptions
+from enginery.engine.ranks.ranks import check_ranks
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 from enginery.serve.engine.replica_options import replica_options
@@ -41,6 +44,7 @@ def test_the_command_looks_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--pp", "20"], "20 pipeline stages cannot share 9 decoder layers; --pp may be 9 at the most"),
         (["--tp", "3"], "the attention's query heads: 4, which 3 ranks cannot share; 2 or 4 ranks can"),
+        (["--pp", "2", "--pp-layers", "3,3"], "--pp-layers gives 2 stages of 3, 3 layers; the model has 9, and --pp is 2"),
         (["--pp", "9", "--tp", "2"], "it has begun"),
     ],
 )
@@ -54,6 +58,12 @@ def test_ranks_that_the_model_refuses_are_not_started(monkeypatch: pytest.Monkey
     monkeypatch.setattr("enginery.serve.server.serve", begin)
     result = CliRunner().invoke(build_app(), ["serve", "--port", "0", *given])
     assert str(result.exception) == told
+
+
+def test_the_process_that_serves_imports_no_torch_for_it() -> None:
+    """It is the engine's, in another process, and takes seconds."""
+    code = "import sys, enginery.serve.server, enginery.engine.ranks.ranks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_of_a_model_that_is_not_here_nothing_is_asked() -> None:

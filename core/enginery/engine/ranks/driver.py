@@ -13,10 +13,11 @@ import torch
 import zmq
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import Launch, ParallelFacts
+from enginery.contracts.parallel import Launch
 from enginery.contracts.step import StepInput, StepOutput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.ranks import mesh_of
 from enginery.engine.ranks.watch import Watch
 from enginery.engine.ranks.wires import Wires
 from enginery.errors import EngineDied
@@ -45,11 +46,7 @@ class RankProcesses:
         self.options, self._devices = _of_one_rank(asked, wires, devices[0]), devices
         self._registry, self._standing, self._wires = registry, Standing(), wires
         self._groups: RankGroups | None = None
-        layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
-        mesh = ParallelFacts(
-            tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, layers_by_stage=layers, cuts_experts=asked.ep
-        )
-        self._parallel = mesh.of_rank(0)
+        self._parallel = mesh_of(asked)
         self._newest = -1
         self._broke: EngineDied | None = None
         others, deadline_s = devices[1:], asked.step_deadline

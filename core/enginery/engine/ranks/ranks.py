@@ -1,22 +1,24 @@
-"""What an engine has to do for its other ranks, and where it is decided whether there are any."""
+"""What an engine has to do for its other ranks, and where it is decided whether there are any. Imports no torch without them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.resolve import check
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
+from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, ParallelFacts, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
-from enginery.plugin.boundary import checked, inside
+from enginery.plugin.boundary import checked, described, inside
 from enginery.plugin.registry import Registry
-from enginery.worker.device import devices_of_ranks
-from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.weights.shares import stage_of
 
 if TYPE_CHECKING:
     from enginery.engine.ranks.driver import RankProcesses
+    from enginery.worker.paths.running_step import RunningStep
 
 
 class NoRanks:
@@ -49,6 +51,25 @@ Ranks: TypeAlias = "NoRanks | RankProcesses"
 NO_RANKS: Final = NoRanks()
 
 
+def mesh_of(asked: EngineOptions) -> ParallelFacts:
+    """The ranks that are asked for, as rank 0 has them."""
+    layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
+    mesh = ParallelFacts(
+        tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, layers_by_stage=layers, cuts_experts=asked.ep
+    )
+    return mesh.of_rank(0)
+
+
+def check_ranks(asked: EngineOptions, registry: Registry) -> None:
+    """What the model, if its folder is here, refuses of --tp and --pp: ranks say so half a minute later. Raises `EnginError`."""
+    if asked.num_ranks == 1:
+        return
+    model = registry.default_checkpoint().name if asked.model is None else asked.model
+    if os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None:
+        config = read_config(folder := find_folder(model, registry, revision=asked.revision))
+        stage_of(described(registry.find_model(config)[0], config, f"the model in {folder}"), mesh_of(asked))
+
+
 @contextlib.contextmanager
 def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None) -> Iterator[RankProcesses | None]:
     """Start the other ranks, which takes them seconds, and leave with all of them built. None: there are none.
@@ -60,6 +81,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
         yield None
         return
     check(asked)
+    check_ranks(asked, registry)
 
     def start(plan: LaunchPlan) -> RunningRanks:
         with inside(offer, "start the ranks"):
@@ -67,6 +89,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
 
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
     from enginery.engine.ranks.wires import wires_of
+    from enginery.worker.device import devices_of_ranks
 
     devices = devices_of_ranks(asked, joining=offer.spec.listen is not None)
     with inside(offer, "say where ranks join"):

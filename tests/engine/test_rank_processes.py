@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,22 @@ def test_after_ctrl_c_the_user_is_told_to_build_a_new_llm(
         assert re.fullmatch(told, "\n".join(interrupted.value.__notes__))
         with pytest.raises(EngineDied, match=told):
             serve(engine, [request("c", PROMPTS[0])])
+
+
+def test_every_call_after_rank_0_broke_tells_the_same(registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error is raised each time, and must not grow by notes of steps that did not run, nor by earlier calls' frames."""
+    with running(options(tp=2), registry, kept) as engine:
+        monkeypatch.setattr(engine._runner.parts.model, "forward", Mock(side_effect=RuntimeError("it has had enough")))
+        kept.is_broken = True  # it waits for this one's part of the step
+        with pytest.raises(RuntimeError) as broke:
+            serve(engine, [request("a", PROMPTS[0])])
+        assert [note[:10] for note in broke.value.__notes__] == ["in step 0 "]
+        told = []
+        for name in ("b", "c", "d"):
+            with pytest.raises(EngineDied) as died:
+                serve(engine, [request(name, PROMPTS[0])])
+            assert died.value.__cause__ is None  # least of all itself
+            told.append("".join(traceback.format_exception(died.value)))
+        assert "broke: RuntimeError('it has had enough'), which ended the other ranks; build a new LLM" in told[0]
+        assert "\nin step " not in told[0]
+        assert told == [told[0]] * 3

@@ -26,7 +26,7 @@ from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling, reads_pending
 from enginery.engine.scheduling import scheduling_of
-from enginery.errors import Overloaded, RequestError
+from enginery.errors import EngineDied, Overloaded, RequestError
 from enginery.plugin.boundary import exits_as_failures
 from enginery.plugin.registry import Registry, raised_in
 from enginery.schedule.ahead import Ahead
@@ -325,9 +325,8 @@ class Engine:
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} ({reason})" for setting, value, reason in self.facts.decisions)
             during = f"step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
-            if isinstance(error, Exception):
-                where = raised_in(error, self._registry)
-                error.add_note(f"raised{where}\nin {during}" if where else f"in {during}")
+            if isinstance(error, Exception) and not isinstance(error, EngineDied):  # raised again for each step that cannot run
+                error.add_note(f"raised{raised_in(error, self._registry)}\nin {during}".removeprefix("raised\n"))
             self._ranks.failed(error)
             raise
 

@@ -102,11 +102,13 @@ class RankProcesses:
 
     def check(self) -> None:
         if (cause := self._watch.cause or self._broke) is not None:
-            raise cause
+            raise cause.with_traceback(None)  # without the frames of earlier calls
 
     def failed(self, error: BaseException) -> None:
         cause = self._watch.explained(error) if isinstance(error, LostRank) else self._watch.cause or self._broke
         self._end()
+        if cause is error:
+            return
         if cause is not None:
             raise cause from error
         self._broke = EngineDied(f"rank 0 (process {os.getpid()}) broke: {error!r}, which ended the other ranks; build a new LLM")

@@ -72,7 +72,6 @@ def siblings_of(offer: Offer[DrafterSpec], options: object) -> int:
 
 
 def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:
-    """Whether the drafter says that its guesses may branch."""
     with inside(offer, "say whether its guesses branch"):
         return offer.spec.trees is not None and offer.spec.trees(options)
 

@@ -68,7 +68,6 @@ class Watch:
         self._until(lambda: len(self._said[kind]) == len(self._on))
 
     def explained(self, error: EnginError) -> EnginError:
-        """Why an exchange with other ranks failed here."""
         with self._changed:
             self._changed.wait_for(lambda: self.cause is not None, timeout=10 * _LAST_WORDS_S)
             return self.cause or error

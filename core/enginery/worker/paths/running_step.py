@@ -70,7 +70,6 @@ class RunningStep:
     launched_s: float
 
     def wait(self) -> StepOutput:
-        """What it gave, when that has come."""
         return self._output
 
     @functools.cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import noise
@@ -85,6 +86,15 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
     finally:
         watch.end(grace_s=0.0)
     assert capsys.readouterr().err == "rank 1: a word\n" * (1 + is_elsewhere)  # here both are one stderr
+
+
+def test_ranks_that_do_not_end_are_waited_for_together() -> None:
+    """As where a start is refused while they import torch: twelve took two seconds each."""
+    ranks = LocalRanks([[sys.executable, "-c", "import time; time.sleep(60)"]] * 4)
+    began_s = time.monotonic()
+    ranks.end(grace_s=1.0)
+    assert 1.0 <= time.monotonic() - began_s < 3.0
+    assert len(ranks.poll()) == 4
 
 
 def test_what_a_rank_that_lost_another_said_is_told_where_no_other_broke() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import IO, Final
@@ -61,9 +62,10 @@ class LocalRanks:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
+        end_s = time.monotonic() + grace_s  # of all together
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
+                process.wait(max(0.0, end_s - time.monotonic()))
             process.kill()
             process.wait()
         for relay in self._relays:

@@ -36,7 +36,7 @@ def replay(
 ) -> None:
     """Run recorded steps again from empty memory, eagerly, and say at which step, layer and request two backends part.
 
-    Exits with 1 if they do.
+    Exits with 1 if they do, or if nothing was compared.
     """
     if not _agree(file, (attention_backend, against), model=model, device=device, tolerance=tolerance):
         raise typer.Exit(1)
@@ -45,7 +45,7 @@ def replay(
 def _agree(
     file: Path, backends: tuple[str | None, str | None], *, model: str | None, device: str | None, tolerance: float | None
 ) -> bool:
-    """Replay, and print what was found."""
+    """Replay, and print what was found. False if they part, or nothing was compared."""
     from enginery.config.sources import registry_for
     from enginery.engine.recording import read_recording
     from enginery.engine.replay import build_replica, compare_replicas, compare_tokens, replay_options
@@ -62,9 +62,12 @@ def _agree(
     if outcome.parting is not None:
         print(f"{first.name} and {other} part at {outcome.parting}")
         return False
+    total = len(recording.steps)
     if outcome.largest is None:
-        print(f"{first.name} ran {outcome.num_steps:,} steps, and nothing was compared: none of their tokens is greedy")
-        return True
+        found = "nothing was compared: in none are all tokens greedy; give a backend with --against"
+        print(f"{first.name} ran {total:,} steps, and {found}")
+        return False
     calls = f" and {outcome.num_calls:,} calls of attention" if outcome.num_calls else ""
-    print(f"{first.name} and {other} agree in {outcome.num_steps:,} steps{calls}; the largest difference is at {outcome.largest}")
+    steps = f"{outcome.num_steps:,} of {total:,} steps"
+    print(f"{first.name} and {other} agree in {steps}{calls}; the largest difference is at {outcome.largest}")
     return True

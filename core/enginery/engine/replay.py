@@ -181,15 +181,17 @@ def compare_tokens(recording: Recording, replica: Replica, *, tolerance: float |
 
 
 def _until_they_part(recording: Recording, differences: Callable[[RecordedStep], Iterator[Difference]], allowed: float) -> Outcome:
-    num_calls, largest = 0, None
-    for count, recorded in enumerate(recording.steps, start=1):
-        for difference in differences(recorded):
+    num_steps, num_calls, largest = 0, 0, None
+    for recorded in recording.steps:
+        found = list(differences(recorded))
+        num_steps += bool(found)
+        for difference in found:
             if not difference.amount <= allowed:  # NaN is not
-                return Outcome(count, num_calls, difference, largest)
+                return Outcome(num_steps, num_calls, difference, largest)
             num_calls += difference.layer is not None
             if largest is None or difference.amount > largest.amount:
                 largest = difference
-    return Outcome(len(recording.steps), num_calls, None, largest)
+    return Outcome(num_steps, num_calls, None, largest)
 
 
 def _from_tokens(recorded: RecordedStep, ran: Ran) -> Iterator[Difference]:

@@ -122,5 +122,6 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(build_app(), ["test-model", str(folder), "-k", "chunked", "--json"])
     assert done.exit_code == 0, done.output
     assert [row["rule"] for row in json.loads(done.stdout)["rows"]] == ["chunked"]
+    assert done.stderr.startswith("llama of plugin model-llama (enginery-model-llama==0.1.0) serves LlamaForCausalLM\n")
     refused = CliRunner().invoke(build_app(), ["test-model", str(tmp_path)])
     assert isinstance(refused.exception, CheckpointError)

@@ -9,6 +9,7 @@ import typer
 
 from enginery.cli.authors.report import OnlyFlag, ReportFlag, StopFlag, finish, watched
 from enginery.errors import CheckpointError
+from enginery.plugin.registry import Registry
 
 
 def check_model(
@@ -27,6 +28,8 @@ def check_model(
     from enginery.testing.kits.models import ModelSubject, model_checks
 
     subject = ModelSubject(folder=folder, device=device, options={"load_format": load_format})
+    family, why = Registry.load().find_model(subject.config)
     with watched(as_json=as_json) as (console, on_row):
+        console.print(f"{family.name} of {family.source} {why}", markup=False, soft_wrap=True)
         report = run_checks(str(folder), model_checks(subject), only=only, stop_first=stop_first, on_row=on_row)
     finish(console, report, f"{folder} on {device}", as_json=as_json)

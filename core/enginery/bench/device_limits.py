@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -41,14 +42,19 @@ def several_s(run: Callable[[], object], device: torch.device, *, budget_s: floa
 
 
 def measure_limits(device: torch.device, dtype: str) -> DeviceLimits:
-    """Measure copies and sums that no cache holds, and a matrix product. Takes a second, and 4 GiB of a CUDA device."""
+    """Measure copies and sums that no cache holds, and a matrix product. Takes a second, and 4 GiB of a CUDA device.
+
+    Some CPUs have no instructions for `dtype`; what widens it computes as fast as float32 there, so that is the limit.
+    """
     num_bytes, side, budget_s = _SIZES[device.type]
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     copy_s = min(several_s(lambda: target.copy_(source), device, budget_s=budget_s))
     read_s = min(several_s(lambda: torch.sum(source), device, budget_s=budget_s))
-    a, b = (torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
-    product_s = min(several_s(lambda: F.linear(a, b), device, budget_s=budget_s))
+    pairs = [[torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2)]]
+    if device.type == "cpu":
+        pairs.append([each.float() for each in pairs[0]])
+    product_s = min(min(several_s(partial(F.linear, *pair), device, budget_s=budget_s)) for pair in pairs)
     return DeviceLimits(
         copy_bytes_per_s=2 * num_bytes / copy_s,
         read_bytes_per_s=num_bytes / read_s,

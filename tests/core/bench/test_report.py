@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_facts import engine_facts
 
-from enginery.bench import startup
+from enginery.bench import device_limits, startup
 from enginery.bench.device_limits import measure_limits
 from enginery.bench.latency import measure_latencies
 from enginery.bench.report import Row, compare, make_report, percentile, read_report
@@ -161,3 +161,10 @@ def test_limits_of_the_device_are_rates_that_it_reached() -> None:
     assert limits.dtype == "float32"
     for rate in (limits.copy_bytes_per_s, limits.read_bytes_per_s, limits.product_flop_per_s):
         assert 1e8 < rate < 1e14
+
+
+def test_a_cpu_that_is_slow_in_a_narrow_dtype_does_at_best_what_it_does_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that widen their rows did 3.5 times what such a CPU was said to do at best."""
+    monkeypatch.setattr(device_limits, "_SIZES", {"cpu": (1 << 10, 64, 0.0)})
+    monkeypatch.setattr(device_limits.F, "linear", lambda a, _: time.sleep(0.05 if a.dtype == torch.bfloat16 else 0.001))
+    assert measure_limits(torch.device("cpu"), "bfloat16").product_flop_per_s > 2 * 64**3 / 0.025

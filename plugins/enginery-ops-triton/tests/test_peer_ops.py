@@ -57,16 +57,16 @@ class NoProduct(Product):
 @pytest.mark.parametrize(
     ("rows", "columns", "num_ranks", "begins"),
     [
-        (16384, 4096, 2, True),
+        (16384, 8192, 2, True),
         (8192, 4096, 2, True),
         (8191, 4096, 2, False),
-        (16385, 4096, 2, False),
+        (16385, 8192, 2, False),
         (2048, 16392, 2, False),
         (16384, 4096, 4, False),
     ],
 )
 def test_many_rows_of_two_ranks_leave_early(rows: int, columns: int, num_ranks: int, *, begins: bool) -> None:
-    """64 to 128 MiB, of rows of up to 32 KiB."""
+    """64 to 256 MiB, of rows of up to 32 KiB."""
     num_bytes = NUM_BYTES + PART_BYTES * (num_ranks == 2)
     memory = PeerMemory(rank=0, parts=tuple(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_ranks)))
     weight = torch.zeros(columns, 1, dtype=torch.bfloat16)

@@ -184,10 +184,11 @@ class DecoderShape:
         return Channel(name="delta", width=self.hidden_size), Channel(name="residual", width=self.hidden_size)
 
 
-def required(config: Mapping[str, object], key: str) -> Any:
-    """`config[key]`, or a `CheckpointError` that names the key."""
-    if config.get(key) is None:
-        raise CheckpointError(f"config.json has no {key!r}, which this architecture needs; the file is incomplete")
+def required(config: Mapping[str, object], key: str, *, null: str | None = None) -> Any:
+    """`config[key]`, or a `CheckpointError` that names the key. null: what null means, where it may be the value."""
+    if key not in config or (config[key] is None and null is None):
+        wanted = "; the file is incomplete" if null is None else f": a number, or null for {null}"
+        raise CheckpointError(f"config.json has no {key!r}, which this architecture needs{wanted}")
     return config[key]
 
 

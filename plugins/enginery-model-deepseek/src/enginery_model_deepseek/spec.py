@@ -23,6 +23,7 @@ from enginery.api import (
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
+    required,
     whole_number,
 )
 
@@ -91,9 +92,8 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
             f"config.json rotates {decoder.rope.rotary_dim} of qk_rope_head_dim={latent.rope_dim} dims; this architecture rotates "
             "all of them, in pairs: take partial_rotary_factor out of config.json, or correct qk_rope_head_dim"
         )
-    for key, null in (("q_lora_rank", "queries of full rank"), ("n_routed_experts", "dense layers alone")):
-        if key not in config:
-            raise CheckpointError(f"config.json has no {key!r}, which this architecture needs: a number, or null for {null}")
+    required(config, "q_lora_rank", null="queries of full rank")
+    required(config, "n_routed_experts", null="dense layers alone")
     return DeepseekShape(
         decoder=decoder,
         latent=latent,

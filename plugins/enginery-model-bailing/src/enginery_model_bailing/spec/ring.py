@@ -23,6 +23,7 @@ from enginery.api import (
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
+    required,
     whole_number,
 )
 
@@ -96,11 +97,7 @@ def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
 
 def num_experts(config: Mapping[str, Any]) -> object:
     """None: all layers are dense. Raises `CheckpointError` for a file that does not say."""
-    if "num_experts" not in config:
-        raise CheckpointError(
-            "config.json has no 'num_experts', which this architecture needs: a number, or null for dense layers alone"
-        )
-    return config["num_experts"]
+    return required(config, "num_experts", null="dense layers alone")
 
 
 def shape(config: Mapping[str, Any]) -> RingShape:

@@ -74,9 +74,11 @@ class Composite(ABC):
         """The parts of a batch, unplanned. capture: of one that is captured, or replayed."""
 
     def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
+        """The children that have a part in `layer`."""
         return range(len(self.children))
 
     def serving_phase(self, phase: Phase) -> Sequence[int]:
+        """The children that are given requests in `phase`."""
         return range(len(self.children))
 
     @hookimpl

@@ -137,7 +137,7 @@ def _whole(name: str, value: object) -> int:
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]  # raises for what is none
     except TypeError:
-        raise RequestError(f"{name} is {value!r}, but must be a whole number", param=name.split(" ")[0]) from None
+        raise RequestError(f"{name} is {value!r}, but must be a whole number", param=_field(name)) from None
 
 
 def _real(name: str, value: object) -> float:
@@ -150,7 +150,12 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
     """NaN fails too: it is in no range."""
     if not low <= value <= high:
         wanted = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
-        raise RequestError(f"{name} is {value}, but must {wanted}", param=name.split("[")[0].split(" ")[0])
+        raise RequestError(f"{name} is {value}, but must {wanted}", param=_field(name))
+
+
+def _field(name: str) -> str:
+    """Of a name that says more: `stop (number of strings)`, `logit_bias[7]`."""
+    return name.split("[")[0].split(" ")[0]
 
 
 def check_token_ids(name: str, ids: Collection[int], *, vocab_size: int) -> None:

@@ -324,11 +324,15 @@ class Engine:
             self._runner.tables.next_number = self._scheduler.next_number  # what has not come is given up
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} ({reason})" for setting, value, reason in self.facts.decisions)
-            during = f"step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
+            during = f"in step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
             if isinstance(error, Exception) and not isinstance(error, EngineDied):  # raised again for each step that cannot run
-                error.add_note(f"raised{raised_in(error, self._registry)}\nin {during}".removeprefix("raised\n"))
+                error.add_note(_place(raised_in(error, self._registry), during))
             self._ranks.failed(error)
             raise
+
+
+def _place(where: str, during: str) -> str:
+    return f"raised{where}\n{during}" if where else during
 
 
 def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: bool) -> list[RequestOutput]:

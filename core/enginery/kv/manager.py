@@ -158,6 +158,7 @@ class KVCacheManager:
         self._let_go(kv)
 
     def _num_full(self, kv: SequenceKV) -> int:
+        """Its pages that are written wholly."""
         return max(kv.num_written // self.page_size, kv.num_locked)
 
     def _insert(self, kv: SequenceKV) -> list[int]:

@@ -93,6 +93,7 @@ class ResumePoints:
             self.allocators[kind].give_back(pages, cached=True)
 
     def drop_with(self, kind: MemoryKind, page: int) -> None:
+        """Give up every point that has this page."""
         with self._counting(kind):
             for point in list(self):
                 if page in point.pages[kind]:

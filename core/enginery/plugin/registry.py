@@ -184,9 +184,11 @@ def _created(manager: StrictPluginManager, offer: Offer[object], hook: str, **gi
 
 def raised_in(error: BaseException, registry: Registry) -> str:
     """` in ` the plugin whose code raised, as messages name it, with function and line; empty if no plugin's did, and of Ctrl-C."""
+    if not isinstance(error, Exception):
+        return ""
     modules = {record: registry.manager.get_plugin(record.name) for record in registry.records if record.is_live}
     packages = {f"{module.__name__}.": record for record, module in modules.items() if isinstance(module, ModuleType)}
-    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, Exception) else None)]):
+    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
         for package, record in packages.items():
             if f"{frame.f_globals['__name__']}.".startswith(package):
                 return f" in {record}, {frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"

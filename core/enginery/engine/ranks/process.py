@@ -121,6 +121,7 @@ class Rank:
 
 
 def follower_of(parts: BuiltParts, groups: RankGroups) -> Follower | EarlyStage:
+    """What runs this rank's part of each step."""
     if not groups.parallel.is_last_stage:
         return EarlyStage(parts.step, parts.captured.graphs, lane=groups.parallel.lane)
     return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_attn_triton.kernels.decode import decode, merge
 from enginery_attn_triton.kernels.prefill import prefill
+from enginery_attn_triton.launches import Launches
 from enginery_attn_triton.plan import Split, Tiles
 from enginery_attn_triton.spec import is_interpreted
 from enginery_attn_triton.tiling import HeadDims, LayerCut, Tile
@@ -37,6 +39,11 @@ class Scores:
         if self.softcap is None:
             return self.scale * _LOG2_E, 1.0
         return self.scale / self.softcap, self.softcap * _LOG2_E
+
+    @property
+    def kind(self) -> tuple[int | None, bool, bool]:
+        """What kernels are compiled for."""
+        return self.window, self.softcap is None, self.sinks is None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,38 +108,68 @@ def run_decode(
     for items, tile in ((split.tall, cut.tall_tile), (split.items, cut.decode_tile)):
         if items is None or tile is None:
             continue
-        blocks = -(-dims.group // tile.rows)
-        decode[(dims.num_kv_heads * blocks, items.shape[0])](
-            q,
-            memory.k,
-            memory.v,
-            out,
-            values,
-            sums,
-            items,
-            split.splits,
-            memory.pages,
-            sinks,
-            split.splits if lengths is None else lengths,
-            split.splits if trees is None else trees.view(torch.uint8),
-            cut.decode.length,
-            *scores.factors,
-            PAGE_SIZE=memory.k.shape[1],
-            BLOCK_G=tile.group_rows,
-            HEAD_BLOCKS=blocks,
-            SOFTCAP=scores.softcap is not None,
-            SINKS=scores.sinks is not None,
-            VERIFIES=cut.decode.length > 1,
-            LENGTHS=lengths is not None,
-            WINDOW=scores.window or 0 if cut.decode.length > 1 or lengths is not None else 0,
-            TREES=trees is not None,
-            CHAINED=cut.chained,
-            launch_pdl=cut.chained,
-            **_common(q, out, memory.k, memory.v, dims=dims),
-            **_of_tile(tile),
+        split.launches.run(
+            decode,
+            (dims.num_kv_heads * -(-dims.group // tile.rows), items.shape[0]),
+            (
+                q,
+                memory.k,
+                memory.v,
+                out,
+                values,
+                sums,
+                items,
+                split.splits,
+                memory.pages,
+                sinks,
+                split.splits if lengths is None else lengths,
+                split.splits if trees is None else trees.view(torch.uint8),
+            ),
+            (cut.decode.length, *scores.factors),
+            partial(
+                _of_decode,
+                q,
+                memory,
+                out,
+                cut=cut,
+                tile=tile,
+                scores=scores,
+                has_lengths=lengths is not None,
+                has_trees=trees is not None,
+            ),
+            kind=(id(cut), tile.rows, scores.kind),
         )
     if split.merged:
-        _merge(out, values, sums, split.splits, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
+        _merge(out, values, sums, split.splits, split.launches, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
+
+
+def _of_decode(
+    q: torch.Tensor,
+    memory: Memory,
+    out: torch.Tensor,
+    *,
+    cut: LayerCut,
+    tile: Tile,
+    scores: Scores,
+    has_lengths: bool,
+    has_trees: bool,
+) -> dict[str, Any]:
+    """What `decode` is compiled for."""
+    return dict(
+        PAGE_SIZE=memory.k.shape[1],
+        BLOCK_G=tile.group_rows,
+        HEAD_BLOCKS=-(-cut.dims.group // tile.rows),
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        VERIFIES=cut.decode.length > 1,
+        LENGTHS=has_lengths,
+        WINDOW=scores.window or 0 if cut.decode.length > 1 or has_lengths else 0,
+        TREES=has_trees,
+        CHAINED=cut.chained,
+        launch_pdl=cut.chained,
+        **_common(q, out, memory.k, memory.v, dims=cut.dims),
+        **_of_tile(tile),
+    )
 
 
 def _merge(
@@ -140,6 +177,7 @@ def _merge(
     values: torch.Tensor,
     sums: torch.Tensor,
     splits: torch.Tensor,
+    launches: Launches,
     *,
     cut: LayerCut,
     sinks: torch.Tensor,
@@ -148,23 +186,23 @@ def _merge(
     """The rows that have parts: splits [rows, 2]. values, sums: of the parts, float32."""
     dims, num_rows = cut.dims, len(splits)
     few = num_rows >= _MANY_ROWS
-    merge[(min(dims.num_heads, max(1, _MERGING // num_rows)), num_rows)](
-        out,
-        values,
-        sums,
-        splits,
-        sinks,
-        OUT_STRIDE=out.stride(0),
-        OUT_HEAD=out.stride(1),
-        NUM_HEADS=dims.num_heads,
-        V=dims.value,
-        BLOCK_S=_FEW_PARTS if few else max(16, _MERGED_AT_ONCE // dims.blocks[2]),
-        BLOCK_V=dims.blocks[2],
-        SINKS=has_sinks,
-        CHAINED=cut.chained,
-        launch_pdl=cut.chained,
-        num_warps=1 if few and dims.blocks[2] <= 128 else 4,
-    )
+
+    def constants() -> dict[str, Any]:
+        return dict(
+            OUT_STRIDE=out.stride(0),
+            OUT_HEAD=out.stride(1),
+            NUM_HEADS=dims.num_heads,
+            V=dims.value,
+            BLOCK_S=_FEW_PARTS if few else max(16, _MERGED_AT_ONCE // dims.blocks[2]),
+            BLOCK_V=dims.blocks[2],
+            SINKS=has_sinks,
+            CHAINED=cut.chained,
+            launch_pdl=cut.chained,
+            num_warps=1 if few and dims.blocks[2] <= 128 else 4,
+        )
+
+    grid = min(dims.num_heads, max(1, _MERGING // num_rows)), num_rows
+    launches.run(merge, grid, (out, values, sums, splits, sinks), (), constants, kind=(id(cut), has_sinks))
 
 
 def run_prefill(
@@ -189,7 +227,7 @@ def run_prefill(
     )
     if tiles.splits is not None:
         sinks = q if scores.sinks is None else scores.sinks
-        _merge(out, values, sums, tiles.splits, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
+        _merge(out, values, sums, tiles.splits, tiles.launches, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
 
 
 def run_ragged(
@@ -228,29 +266,40 @@ def _run_tiles(
     tile = tiles.tile
     values, sums = (out, out) if parts is None else parts
     blocks = -(-dims.group // tile.group_rows)
-    prefill[(dims.num_kv_heads * blocks, tiles.table.shape[0])](
-        q,
-        k,
-        v,
-        out,
-        out if lse is None else lse,
-        values,
-        sums,
-        tiles.table if tiles.splits is None else tiles.splits,
-        tiles.table,
-        tiles.table if pages is None else pages,
-        q if scores.sinks is None else scores.sinks,
-        *scores.factors,
-        PAGE_SIZE=page_size,
-        BLOCK_G=tile.group_rows,
-        HEAD_BLOCKS=blocks,
-        TOKENS=tile.tokens,
-        PAGED=pages is not None,
-        SOFTCAP=scores.softcap is not None,
-        SINKS=scores.sinks is not None,
-        CAUSAL=causal,
-        WINDOW=scores.window or 0,
-        LSE=lse is not None,
-        **_common(q, out, k, v, dims=dims),
-        **_of_tile(tile),
+
+    def constants() -> dict[str, Any]:
+        return dict(
+            PAGE_SIZE=page_size,
+            BLOCK_G=tile.group_rows,
+            HEAD_BLOCKS=blocks,
+            TOKENS=tile.tokens,
+            PAGED=pages is not None,
+            SOFTCAP=scores.softcap is not None,
+            SINKS=scores.sinks is not None,
+            CAUSAL=causal,
+            WINDOW=scores.window or 0,
+            LSE=lse is not None,
+            **_common(q, out, k, v, dims=dims),
+            **_of_tile(tile),
+        )
+
+    tiles.launches.run(
+        prefill,
+        (dims.num_kv_heads * blocks, tiles.table.shape[0]),
+        (
+            q,
+            k,
+            v,
+            out,
+            out if lse is None else lse,
+            values,
+            sums,
+            tiles.table if tiles.splits is None else tiles.splits,
+            tiles.table,
+            tiles.table if pages is None else pages,
+            q if scores.sinks is None else scores.sinks,
+        ),
+        scores.factors,
+        constants,
+        kind=(scores.kind, causal, lse is None),
     )

@@ -9,7 +9,7 @@ Layers of one model differ in little, so most share their sections. B requests, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from enginery.api import ForwardBatch, ForwardPlan, Unsupported
 from enginery.kv.shared_prefixes import Ints, SharedPrefix
+from enginery_attn_triton.launches import Launches
 from enginery_attn_triton.spec import MOST_ROWS, TABLE_BYTES
 from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding, split_tiles, without_window
 from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCuts, Tile, prefill_tile
@@ -28,13 +29,14 @@ TilesKey = tuple[HeadDims, int | None]  # of layers with such dims and such a wi
 class Split:
     """Decoding requests, split. items: [I, 8], splits: [B, 2], int32, as `kernels.decode` has them.
 
-    tall: items of tall tiles, which are launched first; None where none are. merged: whether to merge.
+    tall: items of tall tiles, which are launched first; None where none are. merged: whether to merge. launches: of its layers.
     """
 
     items: torch.Tensor
     splits: torch.Tensor
     tall: torch.Tensor | None
     merged: bool
+    launches: Launches = field(default_factory=Launches)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,6 +49,7 @@ class Tiles:
     table: torch.Tensor
     tile: Tile
     splits: torch.Tensor | None = None
+    launches: Launches = field(default_factory=Launches)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

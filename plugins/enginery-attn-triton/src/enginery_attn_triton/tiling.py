@@ -262,7 +262,7 @@ class LayerCut:
 
 
 class ModelCuts(NamedTuple):
-    """Of each layer of a model, None of a recurrent one; each cut once; the workspace for the largest."""
+    """Of each layer of a model, one object for equal ones and None of a recurrent one; each once; the workspace for the largest."""
 
     layers: tuple[LayerCut | None, ...]
     distinct: tuple[LayerCut, ...]
@@ -279,15 +279,14 @@ class LayerCuts:
     def of(self, length: int) -> ModelCuts:
         """For requests of so many rows."""
         if length not in self._made:
-            layers = tuple(
-                None
-                if facts.recurrent is not None
-                else LayerCut.of(facts, itemsize=self._itemsize, device=self._device, length=length)
-                for facts in self._layers
-            )
-            distinct = tuple(dict.fromkeys(cut for cut in layers if cut is not None))
-            self._made[length] = ModelCuts(layers, distinct, max((cut.workspace_bytes for cut in distinct), default=0))
+            distinct = dict[LayerCut, LayerCut]()  # layers whose cuts are equal have the same
+            cuts = [None if facts.recurrent is not None else self._of(facts, length) for facts in self._layers]
+            layers = tuple(None if cut is None else distinct.setdefault(cut, cut) for cut in cuts)
+            self._made[length] = ModelCuts(layers, tuple(distinct), max((cut.workspace_bytes for cut in distinct), default=0))
         return self._made[length]
+
+    def _of(self, facts: AttnLayerFacts, length: int) -> LayerCut:
+        return LayerCut.of(facts, itemsize=self._itemsize, device=self._device, length=length)
 
 
 def part_bytes(dims: HeadDims) -> int:

@@ -103,16 +103,16 @@ def test_the_largest_size_is_captured_at_the_start_others_when_needed_and_the_re
 ) -> None:
     oracle = write_oracle("llama", FAMILIES["llama"])
     engine, capture = with_pieces(oracle, registry, dtype="float32")
-    assert piece_sizes(MAX_TOKENS) == (64, 128, 256)
+    assert piece_sizes(MAX_TOKENS) == (64, 128, 192, 256)
     assert capture.num_captured == 1
     generate(engine, oracle.prompts[:1], max_tokens=2)
     assert capture.num_captured == 2
     while engine.prepare():
         pass
-    assert capture.num_captured == 3
+    assert capture.num_captured == 4
 
 
 def test_sizes_are_those_of_tiles_and_the_largest() -> None:
-    assert piece_sizes(1024) == (64, *range(128, 1025, 128))
-    assert piece_sizes(300) == (64, 128, 256, 300)
+    assert piece_sizes(1024) == (64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024)
+    assert piece_sizes(300) == (64, 128, 192, 256, 300)
     assert piece_sizes(40) == (40,)

@@ -12,7 +12,7 @@ Rules that keep everybody moving:
 - A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
   hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
   as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the rows
-  that decode: products are computed by such, and steps of few tokens are padded to them.
+  that decode: products are computed by such, and steps of few tokens are padded to them, or to half of one.
 - A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
 """
 

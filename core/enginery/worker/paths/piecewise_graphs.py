@@ -170,5 +170,6 @@ class PiecewiseGraphs:
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:
-    """64, then multiples of 128, which is what products are tiled by anyway; and the largest."""
-    return (*(size for size in (64, *range(128, max_tokens, 128)) if size < max_tokens), max_tokens)
+    """Multiples of 128, by which products are tiled, of 64 where that is faster than the next of them (H200); and the largest."""
+    faster = (64, 192, 320, 576)
+    return (*(size for size in sorted((*faster, *range(128, max_tokens, 128))) if size < max_tokens), max_tokens)

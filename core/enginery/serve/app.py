@@ -29,7 +29,7 @@ from enginery.serve.api.anthropic import anthropic_error, count_tokens, create_m
 from enginery.serve.api.chat import chat
 from enginery.serve.api.completions import complete
 from enginery.serve.api.embeddings import EmbeddingsRequest, embed
-from enginery.serve.api.operator_routes import operations, readiness
+from enginery.serve.api.operator_routes import operations
 from enginery.serve.api.responses import count_input_tokens, respond
 from enginery.serve.api.service import Service, json_answer
 from enginery.serve.api.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
@@ -118,11 +118,6 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> Response:
         return json_answer(_card(service, service.model().check_name(model), started_s))
-
-    @app.get("/health")
-    async def health() -> Response:
-        """200 only when requests are served."""
-        return await readiness(service)
 
     app.include_router(operations(service))
     if plugin_routes is not None:

@@ -66,10 +66,14 @@ def operations(service: Service) -> APIRouter:
         """200 as long as this process answers."""
         return JSONResponse({"status": "live"})
 
+    @routes.get("/health", name="health")
     @routes.get("/health/ready")
     async def ready() -> Response:
         """200 only when requests are served."""
-        return await readiness(service)
+        status, is_ready = str(service.state), service.state is EngineState.READY
+        if is_ready and not await service.model().can_render():
+            status, is_ready = "template_stuck", False
+        return JSONResponse({"status": status} | _apart(service), status_code=200 if is_ready else 503)
 
     @routes.get("/health/progress")
     async def progress() -> Response:
@@ -115,14 +119,6 @@ def _speculation(counts: DraftCounts) -> dict[str, object]:
         "drafted_tokens": counts.drafted,
         "accepted_tokens": counts.accepted,
     }
-
-
-async def readiness(service: Service) -> Response:
-    """200 when the engine is ready and conversations can be rendered."""
-    status, is_ready = str(service.state), service.state is EngineState.READY
-    if is_ready and not await service.model().can_render():
-        status, is_ready = "template_stuck", False
-    return JSONResponse({"status": status} | _apart(service), status_code=200 if is_ready else 503)
 
 
 def _apart(service: Service) -> dict[str, object]:

@@ -179,20 +179,23 @@ def embedding(prompt: tuple[int, ...], vector: tuple[float, ...] | None, *, norm
     return Embedding(prompt_token_ids=prompt, vector=of_length_one(vector) if normalize else vector)
 
 
-def generation(prompt: tuple[int, ...], parts: Sequence[GrowingCompletion]) -> Generation:
-    """The finished answer to one prompt. parts: its completions; one that has not ended was aborted."""
+def generation(prompt: tuple[int, ...], deltas: Sequence[Sequence[GenerationDelta]]) -> Generation:
+    """The finished answer to one prompt. deltas: of each completion; one that has not ended was aborted."""
+    first = deltas[0][0]
     return Generation(
         prompt_token_ids=prompt,
-        completions=tuple(
-            Completion(
-                token_ids=tuple(part.token_ids),
-                text="".join(part.pieces),
-                finish_reason=part.finish_reason or FinishReason.ABORT,
-                logprobs=tuple(part.logprobs) if part.logprobs else None,
-                usage=part.usage,
-            )
-            for part in parts
-        ),
-        prompt_logprobs=parts[0].prompt_logprobs,
-        num_cached_tokens=parts[0].num_cached_tokens,
+        completions=tuple(map(_joined, deltas)),
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.usage.num_cached_tokens,
+    )
+
+
+def _joined(deltas: Sequence[GenerationDelta]) -> Completion:
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
+    return Completion(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
+        logprobs=tuple(logprobs) or None,
+        usage=deltas[-1].usage,
     )

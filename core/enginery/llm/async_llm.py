@@ -10,10 +10,10 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from types import TracebackType
 
 from enginery.config.sources import registry_for
-from enginery.contracts.request import FinishReason, SamplingParams
+from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
-from enginery.llm.answers import Completion, Embedding, Generation, GenerationDelta, embedding
+from enginery.llm.answers import Embedding, Generation, GenerationDelta, embedding, generation
 from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
@@ -69,13 +69,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         async with aclosing(self._stream(encoded, asked, request_id=request_id)) as deltas:
             async for delta in deltas:
                 completions[delta.index].append(delta)
-        first = completions[0][0]
-        return Generation(
-            prompt_token_ids=encoded.ids,
-            completions=tuple(map(_joined, completions)),
-            prompt_logprobs=first.prompt_logprobs,
-            num_cached_tokens=first.usage.num_cached_tokens,
-        )
+        return generation(encoded.ids, completions)
 
     async def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -129,14 +123,3 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 del self._names[request_id]
             if num_open:
                 self._thread.abort(name)
-
-
-def _joined(deltas: list[GenerationDelta]) -> Completion:
-    logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
-    return Completion(
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
-        logprobs=tuple(logprobs) or None,
-        usage=deltas[-1].usage,
-    )

@@ -129,7 +129,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _generate(self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], *, progress: bool | None) -> list[Generation]:
         growing = self._run(encoded, params, progress=progress)
-        return [generation(ids, parts) for (ids, _), parts in zip(encoded, growing, strict=True)]
+        deltas = [[[delta] for part in parts if (delta := part.take()) is not None] for parts in growing]  # all have ended
+        return [generation(ids, each) for (ids, _), each in zip(encoded, deltas, strict=True)]
 
     def _live(self) -> OpenRequests:
         if self._requests is None:

@@ -32,7 +32,7 @@ from enginery.serve.api.embeddings import EmbeddingsRequest, embed
 from enginery.serve.api.operator_routes import operations
 from enginery.serve.api.responses import count_input_tokens, respond
 from enginery.serve.api.service import Service, json_answer
-from enginery.serve.api.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
+from enginery.serve.api.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from enginery.serve.http.body_limits import BodyBounds
 from enginery.serve.http.caller import NoteCaller
 from enginery.serve.http.event_stream import ClientGone
@@ -106,9 +106,10 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
     for path, (handler, _) in ENDPOINTS.items():
         app.post(path, name=handler.__name__)(_endpoint(service, handler))
 
-    @app.get("/tokenizer_info")
+    @app.get("/tokenizer_info")  # for clients that render and count by themselves
     async def about_tokenizer() -> Response:
-        return await tokenizer_info(service)
+        text = service.model().text
+        return json_answer({**text.tokenizer.named, "chat_template": text.template.source})
 
     @app.get("/v1/models")
     async def models() -> Response:

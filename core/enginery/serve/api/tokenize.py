@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from enginery.contracts.request import check_token_ids
 from enginery.errors import RequestError
-from enginery.serve.api.service import Service, json_answer, read_request
+from enginery.serve.api.service import Service, read_request
 from enginery.serve.schemas import chat
 from enginery.serve.schemas.completions import MAX_MESSAGES, Int
 
@@ -73,12 +73,6 @@ async def tokenize(service: Service, http: Request) -> Response:
         return msgspec.json.encode(told)
 
     return Response(await model.apart(len(tokens), reply), media_type="application/json")
-
-
-async def tokenizer_info(service: Service) -> Response:
-    """GET /tokenizer_info: the named special tokens and the chat template, for clients that render and count by themselves."""
-    text = service.model().text
-    return json_answer({**text.tokenizer.named, "chat_template": text.template.source})
 
 
 async def detokenize(service: Service, http: Request) -> Response:

@@ -160,7 +160,7 @@ def build_parts(
     with phases("pool"):
         pool = PagedKVPool(with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages), choice.device)
     with phases("attention"):
-        attention = AttentionParts.of(asked, choice, registry, pool=pool, coordinator=build_coordinator(choice, registry, pool))
+        attention = AttentionParts(asked, choice, registry, pool=pool, coordinator=build_coordinator(choice, registry, pool))
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
         socket, changeover = LayerSocket(relay), begin_changeover(asked, attention)
     with phases("model"):

@@ -6,7 +6,6 @@ micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ), mla (
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Final
 
 from enginery.attention.latent import LatentAttention, LatentSettings
@@ -31,22 +30,14 @@ CORE: Final = "the core"
 _numbers: Final = itertools.count()  # of all backends that live in this process: the plan of one is never taken for another's
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionParts:
-    """What leaves are built from. role: of the model whose layers they serve. watched: with the checks of `Watch`."""
+    """What leaves are built from, with states for the pool's geometry, and an arena of their own.
 
-    choice: Choice
-    registry: Registry
-    pool: PagedKVPool
-    states: RecurrentStatePool
-    coordinator: SparseCoordinator | None
-    arena: DeviceArena
-    role: str = "target"
-    watched: bool = False
+    role: of the model whose layers they serve. watched: with the checks of `Watch`.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         asked: EngineOptions,
         choice: Choice,
         registry: Registry,
@@ -54,18 +45,10 @@ class AttentionParts:
         pool: PagedKVPool,
         coordinator: SparseCoordinator | None = None,
         role: str = "target",
-    ) -> AttentionParts:
-        """With states for the pool's geometry, and an arena of their own."""
-        return cls(
-            choice=choice,
-            registry=registry,
-            pool=pool,
-            states=RecurrentStatePool(pool.geometry, choice.device),
-            coordinator=coordinator,
-            arena=DeviceArena(choice.device),
-            role=role,
-            watched=asked.check_attention,
-        )
+    ) -> None:
+        self.choice, self.registry, self.pool, self.coordinator, self.role = choice, registry, pool, coordinator, role
+        self.states, self.arena = RecurrentStatePool(pool.geometry, choice.device), DeviceArena(choice.device)
+        self.watched = asked.check_attention
 
 
 def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batches: bool) -> BackendRelay:

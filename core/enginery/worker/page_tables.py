@@ -38,23 +38,20 @@ class KindTable:
 
     def of(self, seats: np.ndarray, num_columns: int) -> np.ndarray:
         """The first columns of these seats' rows, copied: [B, num_columns] int32."""
-        if num_columns > self._rows.shape[1]:
-            self._widen(num_columns)
+        self._widen(num_columns)
         return self._rows[seats, :num_columns]
 
     def from_firsts(self, seats: np.ndarray, num_columns: int) -> np.ndarray:
         """The same, each row from the first column on that it holds."""
         firsts = self.firsts[seats]
-        if (most := int(firsts.max(initial=0)) + num_columns) > self._rows.shape[1]:
-            self._widen(most)
+        self._widen(int(firsts.max(initial=0)) + num_columns)
         columns = firsts[:, None] + np.arange(num_columns, dtype=np.int32)
         return np.asarray(self._rows[seats[:, None], columns])
 
     def add(self, new: NewPages) -> None:
         pages = np.frombuffer(new.pages, INT)
         rows = np.frombuffer(new.rows, INT).reshape(-1, 4).tolist()
-        if (most := max(first + count for _, first, _, count in rows)) > self._rows.shape[1]:
-            self._widen(most)
+        self._widen(max(first + count for _, first, _, count in rows))
         begin = 0
         for seat, first, drop_before, count in rows:
             row = self._rows[seat]
@@ -67,8 +64,10 @@ class KindTable:
             begin += count
 
     def _widen(self, num_columns: int) -> None:
-        more = max(num_columns, 2 * self._rows.shape[1]) - self._rows.shape[1]
-        self._rows = np.pad(self._rows, ((0, 0), (0, more)), constant_values=self.scratch_page)
+        """To at least so many."""
+        if num_columns > (there := self._rows.shape[1]):
+            more = max(num_columns - there, there)
+            self._rows = np.pad(self._rows, ((0, 0), (0, more)), constant_values=self.scratch_page)
 
 
 class PageTables:

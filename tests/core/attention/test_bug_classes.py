@@ -108,10 +108,8 @@ def test_a_stale_or_foreign_plan_is_refused_instead_of_computed_with() -> None:
 
 
 def test_attention_backends_cannot_be_built_before_what_their_context_holds() -> None:
-    missing = dataclasses.MISSING
-    fields = dataclasses.fields(AttentionParts)
-    required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
-    assert required == {"choice", "registry", "pool", "states", "coordinator", "arena"}
+    given = inspect.signature(AttentionParts).parameters.values()
+    assert {each.name for each in given if each.default is each.empty} == {"asked", "choice", "registry", "pool"}
     assert inspect.signature(build_backend).parameters["parts"].default is inspect.Parameter.empty
 
 

@@ -268,7 +268,7 @@ def build_draft_model(
     choice, spec = dataclasses.replace(needs.choice, settings=target.settings), offer.spec
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
-        attention = AttentionParts.of(asked, choice, registry, pool=pool, role="draft")
+        attention = AttentionParts(asked, choice, registry, pool=pool, role="draft")
         socket = LayerSocket(build_backend(attention, choice.attention, micro_batches=False))
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
     known = _as_target(model, target) if spec.takes_features else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,9 +32,9 @@ class WholeTensors:
         """Always a copy. Raises `KeyError` and `AssertionError` for tensors that are missing or of another shape."""
         return torch.cat([self._plain(part, piece.dtype) for part in piece.slices]).to(piece.dtype)
 
-    def has(self, name: str) -> bool:
-        """By the names that it was given."""
-        return name in self.tensors
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
 
     def _plain(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
         if part.scheme is None:

@@ -127,10 +127,7 @@ def _whole_rows(part: Slice) -> Slice:
 
 
 def _columns(part: Slice, read: Mapping[Slice, torch.Tensor]) -> torch.Tensor:
-    tensor = read[_whole_rows(part)]
-    for axis in range(1, tensor.dim()):
-        tensor = tensor.narrow(axis, part.starts[axis], part.shape[axis])
-    return tensor
+    return replace(part, starts=(0, *part.starts[1:])).of(read[_whole_rows(part)])
 
 
 def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> LoadedWeights:

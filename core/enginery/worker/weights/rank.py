@@ -87,7 +87,7 @@ class RankWeights:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has it, by its name below the prefix."""
-        return self.matrices.store.has(self.prefix + name)
+        return self.prefix + name in self.matrices.store.names
 
     def linear(self, shape: LinearShape) -> Linear:
         setting, parts = self.matrices.setting, shape.parts

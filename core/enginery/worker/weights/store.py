@@ -104,13 +104,13 @@ class Piece:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def whole(self) -> Piece | None:
-        """The piece of the whole tensor, where this one is some rows of a single one."""
+    def held(self, known: Collection[Piece]) -> Piece:
+        """Itself, or that of the whole tensor, where this one is some rows of a single one that is known whole."""
         part = self.slices[0]
         if len(self.slices) > 1 or part.is_whole or not part.adjoins or part.made_of:
-            return None
-        return Piece((Slice.all_of(part.name, part.whole, part.dtype),), self.dtype)
+            return self
+        whole = Piece((Slice.all_of(part.name, part.whole, part.dtype),), self.dtype)
+        return whole if whole in known else self
 
 
 MAX_LISTED: Final = 10
@@ -126,13 +126,14 @@ class PieceStore(Protocol):
     def tensor(self, piece: Piece) -> torch.Tensor:
         """The piece's tensor. One that is asked for twice is the same memory."""
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
+    @property
+    def names(self) -> Collection[str]:
+        """Of the checkpoint's tensors; of random weights, none."""
 
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """A store that hands out `meta` tensors and counts how often each piece was asked for. names: of the checkpoint's tensors."""
+    """A store that hands out `meta` tensors and counts how often each piece was asked for."""
 
     dtype: torch.dtype
     uses: Counter[Piece] = field(default_factory=Counter)
@@ -140,13 +141,8 @@ class WeightRecord:
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         """A stand-in of its shape without memory. Some rows of a tensor that is there whole are no piece of their own."""
-        whole = piece.whole
-        self.uses[whole if whole is not None and whole in self.uses else piece] += 1
+        self.uses[piece.held(self.uses)] += 1
         return torch.empty(piece.shape, dtype=piece.dtype, device="meta")
-
-    def has(self, name: str) -> bool:
-        """Of random weights, nothing."""
-        return name in self.names
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -169,13 +165,9 @@ class LoadedWeights:
     uses: Counter[Piece]
     names: Collection[str] = ()
 
-    def has(self, name: str) -> bool:
-        return name in self.names
-
     def tensor(self, piece: Piece) -> torch.Tensor:
         """Hand it over. Raises `AssertionError` if the first build did not ask for it as often."""
-        whole = piece.whole
-        held = whole if whole is not None and whole in self.uses else piece
+        held = piece.held(self.uses)
         names = ", ".join(part.name for part in piece.slices[:3])
         assert self.uses[held] > 0, f"{names} is taken more often than it was when the weights were recorded"
         self.uses[held] -= 1

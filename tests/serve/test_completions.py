@@ -59,7 +59,7 @@ def test_n_completions_of_each_prompt(with_server):
 def test_the_children_of_n_have_seeds_of_their_own(with_server):
     async def scenario(live):
         model = live.service.model()
-        prompts = [await model.encode("x", add_special_tokens=False)]
+        prompts = await model.prompts("x", add_special_tokens=False)
         from enginery.serve.schemas.completions import CompletionRequest
 
         for seed, seeds in ((7, [7, 8, 9]), (2**63 - 1, [2**63 - 1, 0, 1]), (None, [None] * 3)):

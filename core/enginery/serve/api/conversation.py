@@ -84,7 +84,7 @@ async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     text, how = _how_to_read(asked, model, tools, text, must_call=must_call, must_follow=must_follow)
     if must_call or or_json or isinstance(asked.tool_choice, AllowedTools) or any(tool.strict for tool in how.tools):
         grammar = _grammar_of_calls(asked, how, grammar)
-    prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
+    (prompt,) = await model.prompts(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
     return _Ready(prompt=prompt, how=dataclasses.replace(how, or_json=or_json), grammar=grammar)
 
 

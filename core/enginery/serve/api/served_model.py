@@ -92,11 +92,6 @@ class ServedModel:
             sum(map(len, parts)), lambda: [self._prompt(part, add_special_tokens=add_special_tokens, field=field) for part in parts]
         )
 
-    async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> Prompt:
-        """One text as a prompt. Raises `RequestError`."""
-        (prompt,) = await self.prompts(text, add_special_tokens=add_special_tokens, field=field)
-        return prompt
-
     async def tokens(self, text: str, *, add_special_tokens: bool, field: str) -> list[int]:
         """The tokens of a text, which may be somewhat longer than the context. Raises `RequestError`."""
         self._check_chars(text, field)

@@ -145,7 +145,8 @@ def families(engines: Sequence[EngineNow], manifest: Manifest, answered: Counter
     """Every metric, as prometheus_client writes them. engines: none while the model is loading. answered: by route and status."""
     requests = CounterMetricFamily("enginery:http_requests", "HTTP requests, by route and status.", labels=["route", "status"])
     yield _filled(requests, (([route, str(status)], count) for (route, status), count in answered.items()))
-    yield _info("enginery:plugin", "A plugin that is loaded.", _plugins(manifest))
+    plugins = [{"name": each.name, "distribution": each.distribution, "version": each.version} for each in manifest.plugins]
+    yield _info("enginery:plugin", "A plugin that is loaded.", plugins)
     yield from by_engine([_labelled(_of_engine(engine), "model_name", engine.facts.model_name) for engine in engines])
 
 
@@ -306,10 +307,6 @@ def _engine_info(facts: EngineFacts, stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("enginery:kernels_compiling", compiling, value=len(stats.kernels.compiling))
     phases = GaugeMetricFamily("enginery:startup_seconds", "Of the start, by phase.", labels=["phase"])
     yield _filled(phases, (([phase], seconds) for phase, seconds in facts.phases_s.items()))
-
-
-def _plugins(manifest: Manifest) -> list[dict[str, str]]:
-    return [{"name": entry.name, "distribution": entry.distribution, "version": entry.version} for entry in manifest.plugins]
 
 
 def _info(title: str, text: str, rows: list[dict[str, str]]) -> Metric:

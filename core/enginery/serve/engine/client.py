@@ -64,8 +64,8 @@ class EngineClient:
     """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it.
 
     is_stopping: set it, and no more requests are taken; those that run go on. groups: of open requests, by their ids. stats: as
-    last reported, several times a second. was_ready: its start has succeeded, and it told its facts. restarted_for: why the one
-    before ended, in whose place this one is. heard_s: when it last said something, monotonic. prepares: it said so last.
+    last reported, several times a second. facts: told when its start has succeeded. restarted_for: why the one before ended, in
+    whose place this one is. heard_s: when it last said something, monotonic. prepares: it said so last.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class EngineClient:
     ) -> None:
         """meter: what requests are counted by. comes_back: whether another is started when it dies."""
         self._directory, self._comes_back = directory, comes_back
-        self.was_ready, self.restarted_for = False, ""
         self.facts: EngineFacts | None = None
+        self.restarted_for = ""
         self.child = child
         self._link = link
         self.options, self.manifest = boot.options, boot.manifest
@@ -234,7 +234,7 @@ class EngineClient:
             case messages.Loading(progress):
                 self.loading = progress
             case messages.Ready():
-                self.was_ready, self.facts = True, message.facts
+                self.facts = message.facts
                 _settle(self._ready, message)
             case messages.Failed():
                 self._failed = message
@@ -251,7 +251,8 @@ class EngineClient:
 
     def death(self) -> EngineDied:
         """The error to raise now that the process is dead; a fresh one for each who raises it."""
-        error = EngineRestarts(self.died.result()) if self._comes_back and self.was_ready else EngineDied(self.died.result())
+        kind = EngineRestarts if self._comes_back and self.facts is not None else EngineDied
+        error = kind(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
 

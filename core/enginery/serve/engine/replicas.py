@@ -78,8 +78,7 @@ class Replica:
     @property
     def _comes_back(self) -> bool:
         """Whether its end is not the last."""
-        was_ready = self.num_restarts > 0 or self.client.was_ready
-        return was_ready and self._left > 0 and not self.is_stopping
+        return self.facts is not None and self._left > 0 and not self.is_stopping
 
     def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
@@ -174,7 +173,7 @@ class Replicas:
     @property
     def loading(self) -> BuildProgress:
         """How far the start is."""
-        return next((client.loading for client in self.clients if not client.was_ready), self.replicas[0].client.loading)
+        return next((client.loading for client in self.clients if client.facts is None), self.replicas[0].client.loading)
 
     async def ready(self, manifest_digest: str | None = None) -> EngineFacts:
         """Wait until all are ready. Raises `EngineDied`, with the exit code of the child's error, if one does not start."""

@@ -62,7 +62,6 @@ class FiniteMemory:
 
     def resume(self, kv: SequenceKV, point: ResumePoint | None) -> None:
         """Give an entering sequence its share of a point's pages. Its tokens behind the point are computed."""
-        kv.window, kv.states, kv.points, kv.marks = WindowPages(), StatePages(), [], []
         if point is None:
             return
         if self.window is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from itertools import takewhile
 from operator import index
 from typing import Final, NamedTuple
@@ -54,9 +54,8 @@ class Drafting:
         vocab_size: int,
         gives_trees: bool = False,
         on_device: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._gives_trees, self._on_device, self._clock = gives_trees, on_device, clock
+        self._gives_trees, self._on_device, self._clock = gives_trees, on_device, time.perf_counter
         self._before: _Published | None = None
         self._drafter = drafter
         self._siblings, self._is_host = (drafter.siblings, False) if isinstance(drafter, MadeDrafts) else (0, True)

@@ -138,11 +138,9 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
     tensors, targets = _allocate(record, device)
     generator = torch.Generator(device)
     for part, target in targets:
-        if part.is_whole:
-            _draw(part, target, generator, record.dtype, seed=seed)
-        else:
-            whole = torch.empty(part.whole, dtype=target.dtype, device=device)
-            _draw(part, whole, generator, record.dtype, seed=seed)
+        whole = target if part.is_whole else torch.empty(part.whole, dtype=target.dtype, device=device)
+        _draw(part, whole, generator, record.dtype, seed=seed)
+        if whole is not target:
             target.copy_(part.of(whole))
     return LoadedWeights(record.dtype, tensors, Counter(record.uses), record.names)
 

@@ -114,8 +114,10 @@ ABOUT: Final = {
         "- `cache_control` is accepted everywhere and has no effect: prefixes are cached wherever they are the same.\n"
         "- `redacted_thinking` in messages is left out, as nobody here can read it.\n"
         "- `thread` is refused with the error upon which Anthropic's clients (`tool_runner`) go on with the whole conversation.\n"
-        "- In a tool, `eager_input_streaming` has no effect, because its input is always streamed. `defer_loading` false and "
-        "`allowed_callers` `direct` say what is so anyway; other values are refused."
+        "- In a tool, `eager_input_streaming` has no effect, because its input is always streamed. `allowed_callers` "
+        "`direct` says what is so anyway; other values are refused.\n"
+        "- A tool with `defer_loading` is left out of the prompt until a result of a call has a `tool_reference` to it, "
+        "as a tool of the client's that finds others writes. Anthropic's own search tools are refused."
     ),
     "/v1/messages/count_tokens": "How many tokens such a prompt has, after the edits of `context_management`.",
     "/v1/embeddings": "The last hidden state of the last token of each input. It has length 1 unless `normalize` is false. "

@@ -128,7 +128,10 @@ def test_anthropic_s_other_fields_are_accepted(claude):
                         "type": "tool_result",
                         "tool_use_id": "t",
                         "cache_control": cached,
-                        "content": [{"type": "text", "text": "r", "cache_control": cached}],
+                        "content": [
+                            {"type": "text", "text": "r", "cache_control": cached},
+                            {"type": "tool_reference", "tool_name": "g", "cache_control": cached},
+                        ],
                     }
                 ],
             },
@@ -142,7 +145,8 @@ def test_anthropic_s_other_fields_are_accepted(claude):
                 "eager_input_streaming": True,
                 "defer_loading": False,
                 "allowed_callers": ["direct"],
-            }
+            },
+            {"name": "g", "input_schema": {"type": "object"}, "defer_loading": True},
         ],
         thinking={"type": "adaptive", "display": "summarized"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

@@ -56,9 +56,6 @@ class Parsers:
         names = sorted(offer.name for offer in offers if offer.spec.kind == "tools")
         return cls(tools=found_tools, tool_names=names, reasoning=found_reasoning, decisions=decisions)
 
-    def __str__(self) -> str:
-        return f"tools {self.tools.name if self.tools else 'none'}, reasoning {self.reasoning.name if self.reasoning else 'none'}"
-
 
 def _decision(kind: ParserKind, asked: str, offer: Offer[ParserSpec] | None) -> tuple[str, str, str]:
     setting = "tool parser" if kind == "tools" else "reasoning parser"

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from enginery.serve.api.answer_blocks import Block, BlockKind, Blocks, Change
 from enginery.serve.api.choices import ChoiceDelta, Collected, collect, stream_events
-from enginery.serve.api.context_edits import edit_context
-from enginery.serve.api.conversation import Conversation, naming_fields, open_conversation, prompt_of
+from enginery.serve.api.context_edits import edit_context, num_tokens
+from enginery.serve.api.conversation import Conversation, naming_fields, open_conversation
 from enginery.serve.api.service import Service, json_answer, read_request
 from enginery.serve.http.event_stream import EventStream, named_event, unless_disconnected
 from enginery.serve.http.faults import Fault
@@ -51,10 +51,9 @@ async def count_tokens(service: Service, http: Request) -> Response:
     asked, model = await read_request(http, CountTokensRequest), service.model()
     with naming_fields(NAMES):
         edited, _ = await edit_context(model, asked)
-        reply: dict[str, object] = {"input_tokens": len((await prompt_of(model, edited.as_chat())).token_ids)}
+        reply: dict[str, object] = {"input_tokens": await num_tokens(model, edited)}
         if asked.context_management is not None:
-            whole = await prompt_of(model, asked.as_chat())
-            reply["context_management"] = {"original_input_tokens": len(whole.token_ids)}
+            reply["context_management"] = {"original_input_tokens": await num_tokens(model, asked)}
     return json_answer(reply)
 
 

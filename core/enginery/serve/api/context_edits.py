@@ -38,12 +38,12 @@ async def edit_context(model: ServedModel, asked: RequestT) -> tuple[RequestT, l
     """Make the edits that a request asks for. Returns the request after them, and what they did, in Anthropic's words."""
     applied: list[dict[str, object]] = []
     for edit in (asked.context_management and asked.context_management.edits) or ():
-        num_before = await _num_tokens(model, asked)
+        num_before = await num_tokens(model, asked)
         edited = _cleared_calls(asked, edit, num_before) if isinstance(edit, ClearToolUses) else _cleared_thinking(asked, edit)
         if not edited.count:
             continue
         shorter = msgspec.structs.replace(asked, messages=edited.messages)
-        num_cleared = num_before - await _num_tokens(model, shorter)
+        num_cleared = num_before - await num_tokens(model, shorter)
         least = edit.clear_at_least if isinstance(edit, ClearToolUses) else None
         if least is not None and num_cleared < least.value:
             continue
@@ -53,15 +53,16 @@ async def edit_context(model: ServedModel, asked: RequestT) -> tuple[RequestT, l
     return asked, applied
 
 
-async def _num_tokens(model: ServedModel, asked: CountTokensRequest) -> int:
+async def num_tokens(model: ServedModel, asked: CountTokensRequest) -> int:
+    """Of the prompt."""
     return len((await prompt_of(model, asked.as_chat())).token_ids)
 
 
 def _cleared_calls(asked: CountTokensRequest, edit: ClearToolUses, num_tokens: int) -> Edited:
     """Leave the oldest results of calls out. num_tokens: of the prompt before. A result that is left out already counts no more."""
     _check_counts(edit)
-    names = {block.id: block.name for block in blocks_of(_blocks(asked), ToolUseBlock)}
-    results = blocks_of(_blocks(asked), ToolResultBlock)
+    names = {block.id: block.name for block in blocks_of(asked.blocks, ToolUseBlock)}
+    results = blocks_of(asked.blocks, ToolResultBlock)
     size = num_tokens if edit.trigger.type == "input_tokens" else len(results)
     if size <= edit.trigger.value:
         return Edited(messages=asked.messages, count=0)
@@ -87,12 +88,10 @@ def _without_content(block: Block, cleared: Collection[str], inputs: bool | list
 
 
 def _cleared_thinking(asked: CountTokensRequest, edit: ClearThinking) -> Edited:
-    turns = [
-        place for place, message in enumerate(asked.messages) if any(isinstance(block, ThinkingBlock) for block in _of(message))
-    ]
+    turns = [place for place, message in enumerate(asked.messages) if blocks_of(message.blocks, ThinkingBlock)]
     old = set(turns[: max(0, len(turns) - edit.keep.value)] if isinstance(edit.keep, ThinkingTurns) else ())
     messages = [
-        msgspec.structs.replace(message, content=[block for block in _of(message) if not isinstance(block, ThinkingBlock)])
+        msgspec.structs.replace(message, content=[block for block in message.blocks if not isinstance(block, ThinkingBlock)])
         if place in old
         else message
         for place, message in enumerate(asked.messages)
@@ -108,11 +107,3 @@ def _each(asked: CountTokensRequest, change: Callable[[Block], Block]) -> list[A
         else msgspec.structs.replace(message, content=[change(block) for block in message.content])
         for message in asked.messages
     ]
-
-
-def _blocks(asked: CountTokensRequest) -> list[Block]:
-    return [block for message in asked.messages for block in _of(message)]
-
-
-def _of(message: AnthropicMessage) -> list[Block]:
-    return [] if isinstance(message.content, str) else message.content

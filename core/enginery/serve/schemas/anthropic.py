@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from enginery.contracts.request import MAX_STOP_STRINGS
+from enginery.errors import RequestError
 from enginery.serve.schemas import chat
 from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, Id, Int, NamedSchema, ResponseFormat, StopString
 
@@ -59,11 +60,23 @@ class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     caller: Caller | None = None
 
 
+class ToolReferenceBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_reference"):
+    """A deferred tool that a call has found: the model may call it from here on."""
+
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return f"The tool {self.tool_name} can be called now."
+
+
 class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_result"):
     """What a call gave. is_error: the text is put after the word Error."""
 
     tool_use_id: Id
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -78,11 +91,16 @@ class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
+    @property
+    def blocks(self) -> list[Block]:
+        """Of a text alone there are none."""
+        return [] if isinstance(self.content, str) else self.content
+
 
 class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the model may call. input_schema: a JSON schema. strict: calls always follow it.
 
-    eager_input_streaming: without effect, as input is always streamed as it comes.
+    eager_input_streaming: without effect. defer_loading: the model knows it when a result of a call has named it, not before.
     """
 
     name: chat.FunctionName
@@ -92,7 +110,7 @@ class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
@@ -181,6 +199,11 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
+    @property
+    def blocks(self) -> list[Block]:
+        """Of all messages."""
+        return [block for message in self.messages for block in message.blocks]
+
     def as_chat(self) -> chat.ChatRequest:
         """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
         messages = [] if self.system is None else [chat.ChatMessage(role="system", content=_text(self.system))]
@@ -192,7 +215,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return chat.ChatRequest(
             model=self.model,
             messages=messages,
-            tools=[_tool(tool) for tool in self.tools or ()],
+            tools=[_tool(tool) for tool in self._known_tools()],
             tool_choice=named or words[choice.type],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=_response_format(self.output_config),
@@ -200,6 +223,18 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             thinking=self.thinking,
             continue_final_message=_is_begun(messages),
         )
+
+    def _known_tools(self) -> list[AnthropicTool]:
+        """Those that are not deferred, and those that results or calls name. Raises `RequestError`."""
+        results = [block.content for block in blocks_of(self.blocks, ToolResultBlock) if isinstance(block.content, list)]
+        found = {each.tool_name for content in results for each in content if isinstance(each, ToolReferenceBlock)}
+        tools = self.tools or []
+        if unknown := found - {tool.name for tool in tools}:
+            raise RequestError(
+                f"a tool_reference names {min(unknown)!r}, which is none of the tools; send it too", param="messages"
+            )
+        found |= {call.name for call in blocks_of(self.blocks, ToolUseBlock)}
+        return [tool for tool in tools if not tool.defer_loading or tool.name in found]
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -272,5 +307,5 @@ def _call(block: ToolUseBlock) -> chat.ToolCall:
     return chat.ToolCall(id=block.id, function=chat.CalledFunction(name=block.name, arguments=arguments))
 
 
-def _text(content: str | list[TextBlock]) -> str:
+def _text(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -54,7 +54,7 @@ async def edit_context(model: ServedModel, asked: RequestT) -> tuple[RequestT, l
 
 
 async def num_tokens(model: ServedModel, asked: CountTokensRequest) -> int:
-    """Of the prompt."""
+    """How many the prompt has that the template writes."""
     return len((await prompt_of(model, asked.as_chat())).token_ids)
 
 

@@ -80,6 +80,12 @@ class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
+    @property
+    def found(self) -> list[str]:
+        """The deferred tools that it names."""
+        blocks = self.content if isinstance(self.content, list) else []
+        return [block.tool_name for block in blocks if isinstance(block, ToolReferenceBlock)]
+
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 BlockT = TypeVar("BlockT", TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock)
@@ -201,7 +207,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def blocks(self) -> list[Block]:
-        """Of all messages."""
+        """Those of all messages, in their order."""
         return [block for message in self.messages for block in message.blocks]
 
     def as_chat(self) -> chat.ChatRequest:
@@ -226,9 +232,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def _known_tools(self) -> list[AnthropicTool]:
         """Those that are not deferred, and those that results or calls name. Raises `RequestError`."""
-        results = [block.content for block in blocks_of(self.blocks, ToolResultBlock) if isinstance(block.content, list)]
-        found = {each.tool_name for content in results for each in content if isinstance(each, ToolReferenceBlock)}
-        tools = self.tools or []
+        tools, found = self.tools or [], {name for result in blocks_of(self.blocks, ToolResultBlock) for name in result.found}
         if unknown := found - {tool.name for tool in tools}:
             raise RequestError(
                 f"a tool_reference names {min(unknown)!r}, which is none of the tools; send it too", param="messages"

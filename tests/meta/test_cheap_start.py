@@ -19,7 +19,8 @@ PLUGIN_PACKAGES = sorted(
 )
 MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin", ".serve", ".serve.app", ".text"]
 MODULES += [".serve.server", ".serve.engine.process"]
-WHY = ["list-backends", "--why", "enginery-tiny", "--device", "cpu", "-p", "no:ops-cpu"]  # which asks torch what the CPU has
+# ops-cpu and --dtype auto ask torch what the CPU has.
+WHY = ["list-backends", "--why", "enginery-tiny", "--device", "cpu", "--dtype", "float32", "-p", "no:ops-cpu"]
 COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], WHY, ["plugins"], ["test-backend", "--help"]]
 
 

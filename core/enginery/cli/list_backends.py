@@ -100,6 +100,10 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     facts = described(family, config, f"the model {model}")
     capability = _compute_capability() if device == "cuda" else None
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
+    if device == "cpu" and asked.dtype == "auto":
+        from enginery.worker.device import device_facts  # imports torch, which knows if this CPU is fast in bfloat16
+
+        where = device_facts("cpu", None)
     settings = resolve(asked, where, facts, config=config)
     needs = LayerNeeds.of(facts.layers, settings, where)._asdict()
     return _Asking(

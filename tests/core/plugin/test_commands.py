@@ -15,8 +15,10 @@ from enginery.cli import doctor as doctor_module
 from enginery.cli.doctor import doctor
 from enginery.cli.list_backends import list_backends
 from enginery.cli.plugins import plugins
+from enginery.config.resolve import DeviceFacts
 from enginery.errors import ConfigError, EnginError
 from enginery.plugin.loading import present_devices
+from enginery.worker import device
 
 MODEL = """
 from enginery.api import AttnLayerFacts, ModelFacts, ModelSpec, hookimpl
@@ -184,6 +186,19 @@ def test_list_backends_fails_when_none_serves_the_model(site, cli, tmp_path) -> 
     site.install("plain", site.backend("plain"))
     shown = cli("list-backends", "--why", write_model(tmp_path / "m"), "--device", "cpu", "--dtype", "bfloat16", code=1)
     assert "dtype bfloat16 is not among float32" in shown
+
+
+@pytest.mark.parametrize(("is_fast", "taken"), [(True, "narrow"), (False, "plain")])
+def test_list_backends_asks_for_the_dtype_that_an_engine_takes_on_this_cpu(
+    site, cli, tmp_path, monkeypatch: pytest.MonkeyPatch, is_fast: bool, taken: str
+) -> None:
+    facts = DeviceFacts(kind="cpu", name="a fake", available_bytes=1, num_threads=1, has_bfloat16=is_fast)
+    monkeypatch.setattr(device, "device_facts", lambda *_: facts)
+    site.install("model", MODEL)
+    site.install("plain", site.backend("plain"))
+    site.install("narrow", site.backend("narrow").replace("float32", "bfloat16"))
+    model = write_model(tmp_path / "m", dtype="bfloat16")
+    assert f"-> {taken} (priority" in cli("list-backends", "--why", model, "--device", "cpu")
 
 
 def test_list_backends_refuses_a_device_that_does_not_exist(site, cli, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""How a kit's report ends in a pipe."""
+"""How a kit's report ends in a pipe, and what of the command line is told before."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import typer
 from rich.console import Console
 
 from enginery.cli.authors.report import finish
+from enginery.cli.authors.test_backend import check_backend
+from enginery.cli.authors.test_op import check_ops
+from enginery.errors import Unsupported
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,16 @@ def test_what_is_said_of_several_rules_is_said_once(capsys) -> None:
     assert capsys.readouterr().out.count("is broken") == 1
     finish(Console(highlight=False), Report(*rows), "it", as_json=False)
     assert "\nclaims, numbers skipped: the rule hooks is broken\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [check_backend, check_ops])
+def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(Unsupported, match="sees no CUDA device here; leave --device out"):
+        command({check_backend: "torch", check_ops: "cpu"}[command], device="cuda")
+
+
+def test_words_that_no_check_of_a_backend_has_end_with_1(capsys) -> None:
+    with pytest.raises(typer.Exit):
+        check_backend("torch", only="nmbers")
+    assert capsys.readouterr().out.endswith("torch on cpu: no check has these words\n")

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from enginery.errors import Unsupported
+
 _KIT: Final = "Kit"  # the panel of the help
 OnlyFlag = Annotated[
     str,
@@ -49,6 +51,14 @@ class KitReport(Protocol):
     def count(self, outcome: str) -> int: ...
     def advice(self) -> list[str]: ...
     def as_data(self) -> dict[str, object]: ...
+
+
+def check_device(device: str) -> None:
+    """Raises `Unsupported` for a device that is not there."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(f"torch {torch.__version__} sees no CUDA device here; leave --device out to try it on the CPU")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from enginery.cli.authors.report import OnlyFlag, ReportFlag, StopFlag, finish, watched
+from enginery.cli.authors.report import OnlyFlag, ReportFlag, StopFlag, check_device, finish, watched
 from enginery.cli.flags.plugins import BlockFlags, NoPluginsFlag, blocked_names
 from enginery.plugin.registry import Registry
 
@@ -25,6 +25,7 @@ def check_backend(
     no_plugins: NoPluginsFlag = False,
 ) -> None:
     """Check that a backend keeps its contract, with everything that it claims. Exits with 1 if it does not."""
+    check_device(device)
     registry = Registry.load(blocked=blocked_names(block or ()), no_plugins=no_plugins, options=options or ())
     from enginery.testing.conformance import run_conformance
     from enginery.testing.subject import Subject

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from enginery.cli.authors.report import OnlyFlag, ReportFlag, StopFlag, finish, watched
+from enginery.cli.authors.report import OnlyFlag, ReportFlag, StopFlag, check_device, finish, watched
 from enginery.plugin.registry import Registry
 
 
@@ -20,6 +20,7 @@ def check_ops(
     as_json: ReportFlag = False,
 ) -> None:
     """Check that a plugin's operations give what the references give, over shapes and dtypes. Exits with 1 if they do not."""
+    check_device(device)
     registry = Registry.load()
     from enginery.testing.kits.checks import run_checks
     from enginery.testing.kits.ops import DTYPES, op_checks

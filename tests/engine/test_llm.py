@@ -21,7 +21,7 @@ from enginery import LLM, AsyncLLM, SamplingParams
 from enginery.config.schema import EngineOptions
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.engine.engine import Engine
-from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+from enginery.errors import CheckpointError, ConfigError, EngineDied, EnginError, RequestError
 from enginery.plugin.registry import Registry
 from enginery.text.tokenizer import Tokenizer
 
@@ -315,9 +315,12 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
     assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+WHY_GIVEN_UP = [(True, None, "failed with KeyboardInterrupt"), (False, None, "ask again"), (False, EngineDied("rank 1"), "rank 1")]
+
+
+@pytest.mark.parametrize(("is_told", "gone", "why"), WHY_GIVEN_UP)
 def test_a_stream_whose_step_failed_for_another_caller_ends_with_an_error(
-    echo: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+    echo: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool, gone: EngineDied | None, why: str
 ) -> None:
     """It went on without end: its request was given up, and each step had nothing to do."""
     model = llm(echo)
@@ -333,7 +336,8 @@ def test_a_stream_whose_step_failed_for_another_caller_ends_with_an_error(
             model.generate([1, 2], GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "step", lambda: pytest.fail("it steps an engine that has nothing to do"))
-        with pytest.raises(EnginError, match="was in failed with KeyboardInterrupt" if is_told else "given up when a step failed"):
+        patch.setattr(engine, "_ranks", Mock(check=Mock(side_effect=gone)))
+        with pytest.raises(EnginError, match=why):
             list(begun)
     assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
 

@@ -74,8 +74,7 @@ class LLM(AbstractContextManager["LLM"]):
         tools: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}} each, as the template writes
         them. The answer's text has calls as the model writes them, with special tokens only if `params.skip_special_tokens` is
         False; the server's API parses them. chat_template: text of another one. chat_template_kwargs: its variables, such as
-        {"enable_thinking": False}.
-        add_generation_prompt: begin the answer; None: unless the final message, the assistant's, is to be continued.
+        {"enable_thinking": False}. add_generation_prompt: begin the answer; None: unless an assistant's message is to be continued.
         """
         prompt = self._prompts.encode_chat(
             messages,
@@ -162,6 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _step(self, requests: OpenRequests) -> list[GrowingCompletion]:
         if not requests.engine.has_work:  # a step that failed for another caller could not tell it
+            requests.engine.prepare()  # raises what ended the engine, if other ranks are gone
             raise EnginError("the request was given up when a step failed; ask again")
         try:
             return requests.step()

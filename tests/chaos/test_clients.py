@@ -195,7 +195,9 @@ def test_row_19_there_are_no_admin_routes_without_an_admin_key(server):
 def test_row_19_admin_routes_need_the_admin_key(locked, tmp_path):
     for path in ("/admin/flush_prefix_cache", "/admin/abort?request_id=x", "/admin/profile?num_steps=1"):
         for headers in ({}, {"x-api-key": "user-key"}, {"x-api-key": "wrong"}):
-            assert httpx.post(locked.url + path, headers=headers).status_code == 401
+            denied = httpx.post(locked.url + path, headers=headers)
+            assert denied.status_code == 401
+            assert ("(--admin-key)" in denied.json()["error"]["message"]) == ("user-key" in headers.values())
     admin = httpx.Client(base_url=locked.url, headers={"x-api-key": "admin-key"})
     with admin:
         for query in ("", "?num_steps=many"):

@@ -132,7 +132,7 @@ def administration(service: Service, keys: Keys) -> APIRouter:
 
     async def only_administrators(request: Request) -> None:
         if keys.which(request.scope["headers"]) is None:
-            raise Unauthorized
+            raise Unauthorized("/admin needs an administrator's key (--admin-key)")
 
     routes = APIRouter(prefix="/admin", dependencies=[Depends(only_administrators)])
 

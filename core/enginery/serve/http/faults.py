@@ -52,8 +52,8 @@ class Aborted(EnginError):
 class Unauthorized(RequestError):
     """The request has no key, or one that is not known."""
 
-    def __init__(self) -> None:
-        super().__init__("this server needs a key that it knows: send Authorization: Bearer KEY")
+    def __init__(self, needed: str = "this server needs a key that it knows") -> None:
+        super().__init__(f"{needed}: send Authorization: Bearer KEY")
 
 
 class NoSuchModel(RequestError):

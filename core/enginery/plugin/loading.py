@@ -198,7 +198,7 @@ def _without_device(plugin: Plugin) -> Plugin:
     devices = frozenset[str]().union(*(names for names in wanted if names is not None))
     if not wanted or None in wanted or devices & present_devices():
         return plugin
-    reason = f"its backends run on {', '.join(sorted(devices))}, this machine has {', '.join(sorted(present_devices()))}"
+    reason = f"the backends run on {', '.join(sorted(devices))}, this machine has {', '.join(sorted(present_devices()))}"
     return replace(plugin, record=replace(plugin.record, status=Status.NO_DEVICE, reason=reason))
 
 

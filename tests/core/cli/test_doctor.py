@@ -30,7 +30,7 @@ def test_nothing_is_found_where_nothing_is_wrong(sound) -> None:
 
 
 LIVE = {"distribution": "d", "version": "1", "reason": "", "offers": [], "status": "loaded"}
-ELSEWHERE = LIVE | {"status": "no-device", "reason": "its backends run on cuda, this machine has cpu"}
+ELSEWHERE = LIVE | {"status": "no-device", "reason": "the backends run on cuda, this machine has cpu"}
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_plugins_that_are_absent_for_one_reason_share_a_paragraph(site, cli) -> 
         site.install(name, site.backend(name).replace('"cpu"', '"cuda"'))
     shown = cli("plugins")
     if "cuda" not in present_devices():
-        assert shown.count("its backends run on cuda") == 1
+        assert shown.count("the backends run on cuda") == 1
         assert "plugins one, two are no-device" in shown
 
 

@@ -325,7 +325,7 @@ def test_a_plugin_for_devices_that_are_not_here_is_loaded_and_says_so(site, monk
     monkeypatch.setattr(loading, "present_devices", lambda: frozenset({"cpu"}))
     registry = load()
     assert record_of(registry, "fa").status is Status.NO_DEVICE
-    assert record_of(registry, "fa").reason == "its backends run on cuda, this machine has cpu"
+    assert record_of(registry, "fa").reason == "the backends run on cuda, this machine has cpu"
     assert backends(registry) == ["fa"]
     monkeypatch.setattr(loading, "present_devices", lambda: frozenset({"cpu", "cuda"}))
     assert record_of(load(), "fa").status is Status.LOADED

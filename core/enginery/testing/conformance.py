@@ -129,12 +129,12 @@ def run_conformance(
 ) -> Report:
     """Run every check. If the hooks are wrong, nothing else is run. on_row: called with each row as it comes.
 
-    only: words that must stand in a check's `rule: case`; the hooks are checked too, if any has. stop_first: end at a failure.
+    only: words that must stand in a check's `rule: case`; the hooks are checked all the same. stop_first: end at the first failure.
     """
     rows: list[Row] = []
-    checks = [each for each in checks_of(subject, rules=rules) if each.rule is hooks or has_words(str(each), only)]
+    chosen = [each for each in checks_of(subject, rules=rules) if each.rule is hooks or has_words(str(each), only)]
     failures: set[str] = set()
-    for check in checks if any(has_words(str(each), only) for each in checks) else ():
+    for check in chosen:
         if hooks.name in failures and check.rule is not hooks:
             check = replace(check, absent=f"the rule {hooks.name} is broken")
         rows.append(row := check.run(subject))

@@ -22,6 +22,7 @@ from enginery.api import (
     LayerSpec,
     MaskPart,
     OpSpec,
+    Phase,
     PlanKey,
     Routed,
     StoredWeight,
@@ -52,6 +53,14 @@ class CapturedPlan(ForwardPlan):
     trees: torch.Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixedPlan(ForwardPlan):
+    """Of T rows. pages: [T, P] int64, positions: [T] int64, device; -1 of nobody's rows."""
+
+    pages: torch.Tensor
+    positions: torch.Tensor
+
+
 class CapturedTorch(TorchAttention):
     """Attends captured batches densely, over all pages that a request may have."""
 
@@ -67,10 +76,21 @@ class CapturedTorch(TorchAttention):
         return True
 
     @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        self.row_pages = torch.zeros(max_num_tokens, self.columns, dtype=torch.int64, device=self.device)
+        self.positions = torch.full((max_num_tokens,), -1, device=self.device)
+        return True
+
+    @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
         if not capture:
             return super().plan_forward_metadata(batch, capture)
         key, count = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=True), batch.num_requests
+        if batch.phase is Phase.MIXED:
+            rows = batch.num_tokens
+            mixed = MixedPlan(key=key, pages=self.row_pages[:rows], positions=self.positions[:rows])
+            self.refresh_graph_metadata(mixed, batch)
+            return mixed
         trees = self.planner.trees(batch)
         plan = CapturedPlan(key=key, pages=self.pages[:count], lengths=self.lengths[:count], trees=trees)
         self.refresh_graph_metadata(plan, batch)
@@ -88,8 +108,15 @@ class CapturedTorch(TorchAttention):
 
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
-        assert isinstance(plan, CapturedPlan), "it was captured"
         table = batch.page_table_cpu
+        if isinstance(plan, MixedPlan):
+            ends, counts = batch.kv_lens_cpu.tolist(), batch.q_lens_cpu
+            positions = [place for end, count in zip(ends, counts.tolist(), strict=True) for place in range(end - count, end)]
+            plan.positions.copy_(torch.tensor(positions + [-1] * (batch.num_tokens - len(positions))))
+            each = table.repeat_interleave(counts.long(), 0)
+            plan.pages[: len(each), : table.shape[1]].copy_(each)
+            return True
+        assert isinstance(plan, CapturedPlan), "it was captured"
         plan.pages[:, : table.shape[1]].copy_(table)
         plan.lengths.copy_(batch.kv_lens_cpu)
         return True
@@ -104,6 +131,9 @@ class CapturedTorch(TorchAttention):
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
+        if isinstance(plan, MixedPlan):
+            self._attend_rows(q, layer, covering_plan(plan, batch, MixedPlan, backend=self.backend_id, epoch=self.epoch), out)
+            return
         if not isinstance(plan, CapturedPlan):
             super().attend(q, k, v, layer, batch, plan, out)
             return
@@ -131,6 +161,25 @@ class CapturedTorch(TorchAttention):
         values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)  # what nobody sees may be no number
         made = torch.einsum("bkgnl,blkd->bnkgd", weights, values)
         out.copy_(made.reshape(len(q), -1, made.shape[-1])[..., : facts.value_dim])
+
+    def _attend_rows(self, q: torch.Tensor, layer: LayerSpec, plan: MixedPlan, out: torch.Tensor) -> None:
+        """Each row densely over all pages that its request may have; zeros of nobody's."""
+        facts, own = layer.facts, plan.positions
+        keys, values = (pages[plan.pages].flatten(1, 2).float() for pages in self._pages(layer))  # [T, K, heads, dim]
+        scores = torch.einsum("tkgd,tlkd->tkgl", q.float().view(len(q), facts.num_kv_heads, -1, q.shape[-1]), keys) * layer.scale
+        if facts.softcap is not None:
+            scores = facts.softcap * torch.tanh(scores / facts.softcap)
+        places = torch.arange(keys.shape[1], device=self.device)
+        seen = places <= own[:, None]
+        if facts.sliding_window is not None:
+            seen &= places > own[:, None] - facts.sliding_window
+        scores = scores.masked_fill(~seen[:, None, None], -1e30)
+        if layer.sinks is not None:
+            sinks = layer.sinks.float().view(1, facts.num_kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        values = values.masked_fill(~seen[:, :, None, None], 0.0)  # what nobody sees may be no number
+        out.copy_(torch.einsum("tkgl,tlkd->tkgd", weights, values).reshape(len(q), out.shape[1], -1)[..., : facts.value_dim])
 
 
 class CapturedLinear(LinearAttention):

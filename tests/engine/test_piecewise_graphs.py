@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from engine.test_graphs import AgainAndAgain
 from pairwise import crossed, in_turn
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
@@ -20,6 +21,7 @@ from enginery.worker.paths.piecewise_graphs import GraphPieces, PiecewiseGraphs,
 PATIENCE_S = 30
 MAX_TOKENS = 256
 NUM_LAYERS = 4
+MOST_REQUESTS = 6
 
 
 class Pausing:
@@ -77,12 +79,14 @@ class Pausing:
         return GraphPieces([Piece(is_first=index == 0) for index in range(len(calls) + 1)], calls)
 
 
-def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[Engine, Pausing]:
+def with_pieces(
+    oracle: Oracle, registry: Registry, *, whole: AgainAndAgain | None = None, verifies: bool = False, **asked: object
+) -> tuple[Engine, Pausing]:
     wanted = options(oracle, num_pages=200, attention_backend="torch", **asked)
     parts: BuiltParts = build_parts(wanted, registry)
     capture = Pausing()
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
-    pieces = PiecewiseGraphs(parts.step, hidden, capture=capture)
+    pieces = PiecewiseGraphs(parts.step, hidden, capture=capture, whole=whole, most_requests=MOST_REQUESTS, verifies=verifies)
     return Engine(dataclasses.replace(parts, captured=parts.captured._replace(pieces=pieces)), registry, wanted), capture
 
 

@@ -202,6 +202,7 @@ def test_the_reference_says_what_constructors_and_callables_take() -> None:
 def test_the_page_about_versions_states_those_of_the_groups() -> None:
     page = (DOCS / "versions.md").read_text()
     called = {
+        HookGroup.ATTN_BACKEND: "The group of attention backends",
         HookGroup.EXECUTOR: "The executor group",
         HookGroup.OP: "The group of operations",
         HookGroup.PARSER: "The group of parsers",

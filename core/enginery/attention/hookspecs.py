@@ -20,8 +20,9 @@ class BackendHooks:
         """Plan one padded batch from its host tensors; once per batch, before the kernels. Absent: not allowed, every leaf plans.
 
         capture: the plan will be captured in a graph, so what it points to must stay where it is; the batch is then one that only
-        decodes or verifies, with `decode_len` rows of each request. A plan that was made otherwise is never captured, nor is a
-        captured one attended with after it was refreshed.
+        decodes or verifies, with `decode_len` rows of each request, or, after `init_mixed_graph_state`, a mixed one of so many rows
+        and no request yet. A plan that was made otherwise is never captured, nor is a captured one attended with after it was
+        refreshed.
         """
 
     @hookspec(firstresult=True)
@@ -40,10 +41,18 @@ class BackendHooks:
         """Allocate what captured graphs share, once before capture; True when done. Absent: the backend runs eagerly."""
 
     @hookspec(firstresult=True)
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
+        """Allocate what captured prefills and mixed steps share, after `init_graph_state`; True when done. Absent: what such steps
+        do between calls of attention is captured, and attention runs eagerly.
+        """
+
+    @hookspec(firstresult=True)
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool | None:
         """Bring a captured plan up to date for `batch`, on the host, right before a replay; True when done. Absent: nothing to do.
 
-        The batch agrees with the one that was captured in phase, sizes, `decode_len` and in which optional fields it has.
+        The batch agrees with the one that was captured in phase, sizes, `decode_len` and in which optional fields it has. A mixed
+        one has as many rows, of which the last may be no request's and are zero in `out`, and up to `max_batch_size` requests, of
+        which none decodes, some or all; where there is no room for them, raise `Unsupported` before anything is changed.
         """
 
     @hookspec(firstresult=True)

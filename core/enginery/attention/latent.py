@@ -31,6 +31,7 @@ from enginery.contracts.memory import KVPool
 from enginery.contracts.plan import ForwardPlan, covering_plan
 from enginery.errors import StalePlan
 from enginery.kv.upload import to_device
+from enginery.plugin.hookspecs import hookimpl
 
 _log: Final = logging.getLogger(__name__)
 
@@ -69,6 +70,10 @@ class LatentAttention(Composite):
         self.page_size = geometry.page_size
         self.facts = next(layer.latent for layer in geometry.layers if layer.latent is not None)
         self._said: set[str] = set()
+
+    @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> None:
+        """None: prompts are planned in as many pieces as they have."""
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """Decoding requests, then prefilling ones."""

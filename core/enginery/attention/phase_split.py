@@ -34,8 +34,18 @@ class PhaseSplit(Composite):
         done = [child.ask("init_graph_state", max_batch_size=most, max_num_tokens=max_num_tokens) for child, most in sizes]
         return None if None in done else True
 
+    @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
+        """What is captured of these is all of the child that decodes."""
+        asked = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
+        done: bool | None = self.children[_DECODE].ask("init_mixed_graph_state", **asked)
+        return done
+
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
-        """One part, or of a mixed batch the decoding requests at its front and the rest."""
+        """One part, or of a mixed batch that is not captured the decoding requests at its front and the rest."""
+        if capture and batch.phase is Phase.MIXED:
+            yield Part(child=_DECODE, rows=None, batch=batch)
+            return
         for cut in cut_by_phase(batch):
             child = self.serving_phase(cut.batch.phase)[-1 if cut.batch.num_requests == 1 else 0]
             yield Part(child=child, rows=cut.rows, requests=cut.requests, batch=cut.batch)

@@ -39,6 +39,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "draft_steps_plan": Policy.CUT,
     "init_mha_chunk_metadata": Policy.BY_PHASE,
     "init_graph_state": Policy.ALL_OF,
+    "init_mixed_graph_state": Policy.ALL_OF,
     "refresh_graph_metadata": Policy.EACH_PART,
     "device_prologue": Policy.EACH_PART,
     "commit_state": Policy.EACH_PART,

@@ -24,7 +24,7 @@ from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.policies import Dispatching
 from enginery.attention.watch import Watch, is_capturing
 from enginery.contracts.attention import AttnBackend
-from enginery.contracts.batch import DECODING, ForwardBatch
+from enginery.contracts.batch import DECODING, ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece
 from enginery.contracts.plan import Advances, Attends, ForwardPlan, PlanKey
 from enginery.errors import PluginError, StalePlan, Unsupported
@@ -33,6 +33,7 @@ from enginery.plugin.checker import StrictPluginManager, hooks_of
 PLANNING: Final = "plan_forward_metadata"
 CHUNKS: Final = "init_mha_chunk_metadata"
 REFRESH: Final = "refresh_graph_metadata"
+MIXED_GRAPHS: Final = "init_mixed_graph_state"
 DRAFT_STEPS: Final = "draft_steps_plan"
 HOOKS: Final = tuple(hooks_of(BackendHooks))
 LAYER_METHODS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -96,9 +97,12 @@ class BackendRelay:
     def make_plan(self, batch: ForwardBatch, *, capture: bool) -> ForwardPlan:
         """The backend's plan for a batch. An eager plan covers no capture, nor the other way round.
 
-        Raises `Unsupported` for a batch that is to be captured and does not decode, or not with as many rows of each request.
+        Raises `Unsupported` for a batch that is to be captured and neither is mixed and without requests yet, nor decodes as many
+        rows of each.
         """
-        if capture and (batch.phase not in DECODING or not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
+        alike = batch.phase in DECODING and batch.num_tokens == batch.num_requests * batch.decode_len
+        any_mixed = batch.phase is Phase.MIXED and not batch.num_requests and self.has(MIXED_GRAPHS)
+        if capture and not (batch.num_tokens and (alike or any_mixed)):
             raise Unsupported(
                 f"only steps that decode as many rows of each request are captured; {self.backend_id} was asked to plan a batch of "
                 f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase} for a capture"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from enginery.contracts.batch import Phase
 from enginery.errors import StalePlan
 
 if TYPE_CHECKING:
     import torch
 
     from enginery.contracts.attention import LayerSpec
-    from enginery.contracts.batch import ForwardBatch, Phase
+    from enginery.contracts.batch import ForwardBatch
 
 
 class PlanKey(NamedTuple):
@@ -45,8 +46,10 @@ class PlanKey(NamedTuple):
         return self == (backend, batch.phase, batch.num_requests, batch.num_tokens, batch.identity, epoch, capture, *of_graphs)
 
     def replays(self, batch: ForwardBatch) -> bool:
-        """Whether a captured step of this key can run `batch` once its plan is refreshed: all is the same but the identity."""
-        sizes = (batch.phase, batch.num_requests, batch.num_tokens)
+        """Whether a captured step of this key can run `batch` once its plan is refreshed: all is the same but the identity, and of
+        a mixed one the number of requests."""
+        mixed = self.phase is batch.phase is Phase.MIXED
+        sizes = (batch.phase, self.num_requests if mixed else batch.num_requests, batch.num_tokens)
         return self == (self.backend, *sizes, self.batch, self.epoch, True, batch.decode_len, batch.given)
 
 

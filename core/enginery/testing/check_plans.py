@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from enginery.attention.axes import token_fields
+from enginery.attention.relay import MIXED_GRAPHS
 from enginery.attention.watch import digest
 from enginery.contracts.batch import FULL, ForwardBatch, Phase
 from enginery.contracts.plan import Accepted, ForwardPlan
@@ -28,6 +29,11 @@ _GRAPH_SIZE: Final = 8
 _VERIFIED: Final = 3  # rows of a request that verifies drafts
 _LONGER: Final = 4  # keys of each, as far as the host knows, than there are
 _EXPECTED: Final = ((40, 1), (15, 2), (0, 30), (9, 700), (70, 60))  # keys before a row that decodes, and behind what is true
+_MIXED_ROWS: Final = (150, 70)  # the second is captured when tables of the first are full
+_MIXED_STEPS: Final = (
+    *(((5, 1), (40, 1), (0, 30), (17, 3)), ((700, 1), (300, 1), (300, 9)), ((400, 60),)),
+    *(((3, 1),) * _GRAPH_SIZE, ((0, 2),) * _GRAPH_SIZE, ((64, 1),)),
+)
 
 
 @rule(leaf_cases, "Return a frozen dataclass derived from ForwardPlan, with context.instance in its key.")
@@ -227,8 +233,7 @@ class CapturedCall:
         bench.relay.refresh(captured.plan, batch)
         with torch.inference_mode():
             self.graph.replay()
-        rows = "" if self.length == 1 else f" of {self.length} rows"
-        what = f"a graph of {self.size} requests{rows} replayed for {len(turns)}"
+        what = f"a graph of {self.name} replayed for {len(turns)}"
         expected = [bench.expected(turn) for turn in turns]
         compare(bench.rows_of(self.whole, turns), expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=what)
 
@@ -238,6 +243,11 @@ class CapturedCall:
         self.counts.zero_()[: len(right)] = torch.tensor(right, device=self.counts.device)
         with torch.inference_mode():
             self.moving.replay()
+
+    @property
+    def name(self) -> str:
+        """What it is for."""
+        return f"{self.size} requests" + ("" if self.length == 1 else f" of {self.length} rows")
 
     def _captured(self, call: Callable[[], None]) -> Replayable:
         with torch.inference_mode():
@@ -250,6 +260,43 @@ class CapturedCall:
     def _move(self) -> None:
         if self.bench.relay.ask("commit_state", plan=self.batch.plan, accepted=Accepted(counts=self.counts)) is None:
             raise BrokenRule("it claims to verify drafts, and commit_state does nothing")
+
+
+class MixedCall(CapturedCall):
+    """One layer of a captured step of `size` rows."""
+
+    def padded(self, turns: Sequence[Turn]) -> ForwardBatch:
+        """With rows of nobody."""
+        batch = self.bench.batch(turns, Phase.MIXED)
+        return self.bench.pad(batch, requests=0, tokens=self.size - batch.num_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} rows"
+
+    def replay(self, turns: Sequence[Turn], batch: ForwardBatch | None = None) -> None:
+        """Raises `BrokenRule` too if rows of nobody are not zero."""
+        super().replay(turns, batch)
+        if bool(self.whole[1 + sum(turn.new for turn in turns) : -1].count_nonzero()):
+            raise BrokenRule(f"a graph of {self.name} replayed for {len(turns)}: rows of nobody are not zero")
+
+
+@rule(
+    leaf_cases,
+    "Keep tables at fixed places, as large as any step needs them; what a step does not need is empty, and so it is first.",
+)
+def mixed_captured(subject: Subject, case: AttnCase) -> None:
+    """A captured mixed step, replayed for any prompts and decoding requests, gives what eager ones give, and zeros for nobody."""
+    if subject.device.type != "cuda":
+        raise SkippedCheck("such steps are captured on CUDA devices alone")
+    bench, sizes = Workbench(subject, case, num_tokens=4000, watched=False), {"max_batch_size": _GRAPH_SIZE}
+    if not bench.relay.has("init_graph_state") or not bench.relay.ask(MIXED_GRAPHS, **sizes, max_num_tokens=_MIXED_ROWS[0]):
+        raise SkippedCheck("it has no init_mixed_graph_state, or answers None")
+    for rows in _MIXED_ROWS:
+        step = MixedCall(bench, CudaCapture(subject.device), size=rows)
+        for turns in (*_MIXED_STEPS, ((0, rows),)):
+            bench.forget()
+            step.replay(bench.turns(turns))
 
 
 def _bench_of(subject: Subject, case: AttnCase, capture: Capture, *, most_rows: int) -> Workbench:
@@ -273,5 +320,5 @@ def _capture_of(subject: Subject) -> Capture:
 
 PLANS: Final = (
     *(plan_value, plan_a_plan_b_run_a, stale_plans, planning_reads_nothing, attend_reads_nothing),
-    *(device_lengths, captured_equals_eager),
+    *(device_lengths, captured_equals_eager, mixed_captured),
 )

@@ -96,8 +96,8 @@ class Runner:
             if graphs is not None and (keys := graphs.waiting(num_guesses)):
                 graphs.provide(keys[0])
                 return True
-            if pieces is not None and (sizes := pieces.waiting):
-                pieces.capture(sizes[0])
+            if pieces is not None and (missing := pieces.waiting):
+                pieces.provide(missing[0])
                 return True
         except torch.OutOfMemoryError as error:  # steps go on: what one needs is captured then, or it fails alone
             self._is_full = True

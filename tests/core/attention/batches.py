@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from enginery.contracts.attention import LayerSpec
+from enginery.attention.axes import pad
+from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LayerSpec
 from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
 from enginery.contracts.plan import ForwardPlan, PlanKey
 from enginery.plugin.hookspecs import hookimpl
@@ -28,6 +29,20 @@ def make_batch(q_lens: list[int], *, phase: Phase = Phase.MIXED) -> ForwardBatch
             STATE: StateView(reads_cpu=seats + 1, writes_cpu=seats + 2),
         },
     )
+
+
+GEOMETRY = KVGeometry(
+    pages={FULL: 8, STATE: 8},
+    page_size=16,
+    layers=(AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=2),),
+    dtype="float32",
+    num_seats=8,
+)
+
+
+def nobody_of(num_tokens: int) -> ForwardBatch:
+    """Rows of no request, as mixed steps are captured."""
+    return pad(make_batch([]), num_requests=0, num_tokens=num_tokens, geometry=GEOMETRY)
 
 
 class Planner:

@@ -48,6 +48,10 @@ class Child(Planner):
         return bool(self._answer("init_graph_state", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens))
 
     @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        return bool(self._answer("init_mixed_graph_state", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens))
+
+    @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         return bool(self._answer("refresh_graph_metadata", plan=plan, batch=batch))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from core.attention.batches import Planner, make_batch
+from core.attention.batches import GEOMETRY, Planner, make_batch, nobody_of
 from core.attention.nested_children import Child, relay, split
 
+from enginery.attention.axes import pad
 from enginery.attention.composite import CompositePlan
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
@@ -31,6 +32,24 @@ def test_graphs_of_a_split_with_a_third_child_are_those_of_both_that_decode() ->
     assert single.asked == [("init_graph_state", dict(max_batch_size=1, max_num_tokens=8))]
     for lacking in ((Child("a"), Planner("b"), Child("c")), (Child("a"), Child("b"), Planner("c"))):
         assert split(*lacking).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
+
+
+def test_captured_mixed_steps_of_a_split_are_those_of_the_child_that_decodes() -> None:
+    prefill, decode, single = Child("a"), Child("b"), Child("c")
+    nest, sizes = split(prefill, decode, single), {"max_batch_size": 4, "max_num_tokens": 8}
+    assert nest.ask("init_mixed_graph_state", **sizes) is True
+    assert split(Planner("a"), Child("b")).ask("init_mixed_graph_state", **sizes) is True
+    assert split(Child("a"), Planner("b")).ask("init_mixed_graph_state", **sizes) is None
+    captured = nest.plan(nobody_of(8), capture=True)
+    assert isinstance(captured.plan, CompositePlan)
+    batch = pad(make_batch([1, 5]), num_requests=2, num_tokens=8, geometry=GEOMETRY)
+    nest.refresh(captured.plan, batch)
+    assert decode.asked == [
+        ("init_mixed_graph_state", sizes),
+        ("refresh_graph_metadata", dict(plan=captured.plan.parts[0].plan, batch=batch)),
+    ]
+    assert not prefill.asked
+    assert not single.asked
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from core.attention.batches import Planner, make_batch
+from core.attention.batches import GEOMETRY, Planner, make_batch, nobody_of
+from core.attention.nested_children import Child
 
-from enginery.attention.axes import cut_at
+from enginery.attention.axes import cut_at, pad
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.attention.watch import Watch
@@ -184,6 +185,24 @@ def test_what_does_not_decode_as_many_rows_of_each_request_is_not_captured(q_len
     ):
         BackendRelay(planner, "a test").plan(make_batch(q_lens, phase=phase), capture=True)
     assert planner.num_plans == 0
+
+
+def test_a_mixed_step_is_captured_of_rows_alone_by_a_backend_that_takes_memory_for_it() -> None:
+    batch = nobody_of(8)
+    assert not batch.num_requests
+    with pytest.raises(Unsupported, match="0 requests and 8 tokens in phase mixed for a capture"):
+        BackendRelay(Planner(), "a test").plan(batch, capture=True)
+    relay = BackendRelay(Child("a"), "a test")
+    with pytest.raises(Unsupported, match="2 requests and 6 tokens"):
+        relay.plan(make_batch([1, 5]), capture=True)
+    with pytest.raises(Unsupported, match="0 requests and 0 tokens"):
+        relay.plan(make_batch([]), capture=True)
+    plan = plan_of(relay.plan(batch, capture=True))
+    for q_lens in ([1, 5], [1, 1, 1], [8]):
+        relay.refresh(plan, pad(make_batch(q_lens), num_requests=len(q_lens), num_tokens=8, geometry=GEOMETRY))
+    for other in (make_batch([1, 5]), make_batch([4, 4], phase=Phase.PREFILL), make_batch([1] * 8, phase=Phase.DECODE)):
+        with pytest.raises(StalePlan):
+            relay.refresh(plan, other)
 
 
 def test_a_captured_plan_is_refreshed_for_batches_that_agree_with_it_and_runs_in_its_graph_alone() -> None:

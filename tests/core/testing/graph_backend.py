@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from core.testing.good_backend import SPEC, GoodBackend
 
-from enginery.api import Capabilities, ForwardBatch, ForwardPlan, PlanKey, covering_plan, hookimpl
+from enginery.api import Capabilities, ForwardBatch, ForwardPlan, Phase, PlanKey, covering_plan, hookimpl
 
 CAN = Capabilities(
     devices=frozenset({"cuda"}),
@@ -129,7 +129,25 @@ class SyncsInPlanning(GraphBackend):
         return super().plan_forward_metadata(batch, capture)
 
 
+class StaysNobodys(GraphBackend):
+    """What it captures of mixed steps has no request for good."""
+
+    @hookimpl
+    def init_mixed_graph_state(self) -> bool:
+        return True
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        return batch.phase is Phase.MIXED or super().refresh_graph_metadata(plan, batch)
+
+    def attend(self, q, k, v, layer, batch, plan, out) -> None:
+        if batch.phase is Phase.MIXED and isinstance(plan, CapturedPlan):
+            out.zero_()
+        else:
+            super().attend(q, k, v, layer, batch, plan, out)
+
+
 OFFERED = dataclasses.replace(SPEC, name="graphs", capabilities=CAN)
-GRAPHS, NEVER_REFRESHES, KEEPS_OLD_PAGES, SYNCS_IN_ATTEND, SYNCS_IN_PLANNING = (
-    (OFFERED, each) for each in (OfChains, NeverRefreshes, KeepsOldPages, SyncsInAttend, SyncsInPlanning)
+GRAPHS, NEVER_REFRESHES, KEEPS_OLD_PAGES, SYNCS_IN_ATTEND, SYNCS_IN_PLANNING, STAYS_NOBODYS = (
+    (OFFERED, each) for each in (OfChains, NeverRefreshes, KeepsOldPages, SyncsInAttend, SyncsInPlanning, StaysNobodys)
 )

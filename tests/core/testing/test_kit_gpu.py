@@ -21,6 +21,7 @@ class TestGraphs(AttnBackendSuite):
     [
         ("NEVER_REFRESHES", "captured-equals-eager"),
         ("KEEPS_OLD_PAGES", "captured-equals-eager"),
+        ("STAYS_NOBODYS", "mixed-captured"),
         ("SYNCS_IN_ATTEND", "attend-reads-nothing"),
         ("SYNCS_IN_PLANNING", "planning-reads-nothing"),
     ],

@@ -153,7 +153,14 @@ def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
     hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
-    pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
-    for size in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
-        pieces.capture(size)
+    pieces = PiecewiseGraphs(
+        parts,
+        hidden,
+        capture=CudaPiecewiseCapture(capture),
+        whole=capture,
+        most_requests=choice.settings.max_graph_requests,
+        verifies=choice.drafter is not None,
+    )
+    for key in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
+        pieces.provide(key)
     return pieces

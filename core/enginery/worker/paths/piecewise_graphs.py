@@ -1,12 +1,13 @@
-"""Prefills and mixed steps of few tokens as piecewise CUDA graphs: captured between attention calls, which run eagerly.
+"""Prefills and mixed steps of few tokens as CUDA graphs: whole ones, or pieces between attention calls, which run eagerly.
 
     graph      embed .. qkv, rotary, KV write    output projection, MLP .. the next layer's KV write    ..
     eager                                    attend                                                  attend
 
 Launching such a step eagerly takes the host longer than the step takes the device. What its rows go through does not depend on
-whose they are, so it is captured for a few numbers of rows, and fewer are padded. Attention, whose plans differ from step to step,
-is called for the batch as it is, between the graphs. A model calls backends through a `LayerSocket`, where one graph ends and the
-next begins.
+whose they are, so it is captured for a few numbers of rows, and fewer are padded. Attention's plans differ from step to step. A
+backend with `init_mixed_graph_state` makes one that serves all steps of so many rows, and is captured too: one graph a step. Else,
+and for the batches that it has no room for, attention is called for the batch as it is, between the graphs. A model calls backends
+through a `LayerSocket`, where one graph ends and the next begins.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, token_fields, with_token_fields
+from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.step import StepInput
+from enginery.errors import Unsupported
 from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
-from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.captured_step import Capture, Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture, keeping_garbage
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
 from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
+MOST_KEYS: Final = 8192  # of a prompt; attention of more takes the device longer than its launches take the host
 
 
 class GraphPieces(NamedTuple):
@@ -106,67 +109,116 @@ class _Memory:
         self.__cuda_array_interface__: dict[str, Any] = {"version": 3, **stated}
 
 
+class PieceKey(NamedTuple):
+    """Of what is captured: rows, and whether attention is."""
+
+    size: int
+    whole: bool
+
+
+class _Captured(NamedTuple):
+    """packed: token fields and sources, [fields + 1, size] int64, device. batch: without requests; planned if that is captured."""
+
+    packed: torch.Tensor
+    pieces: GraphPieces
+    batch: ForwardBatch
+
+
 class PiecewiseGraphs:
     """Implements `ForwardPath` for prefills and mixed steps. Captures a size when it is first needed, or in idle moments."""
 
-    def __init__(self, parts: StepParts, hidden: torch.Tensor, *, capture: PiecewiseCapture) -> None:
-        """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
+    def __init__(
+        self,
+        parts: StepParts,
+        hidden: torch.Tensor,
+        *,
+        capture: PiecewiseCapture,
+        whole: Capture | None = None,
+        most_requests: int = 0,
+        verifies: bool = False,
+    ) -> None:
+        """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs.
+        whole: captures steps with their attention, of up to so many requests, where backends can be. verifies: there are steps that
+        verify guesses beside prompts, which run in pieces."""
         self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
         self.geometry, self.hidden = parts.pool.geometry, hidden
-        self.sizes = piece_sizes(len(hidden))
-        self._capture = capture
-        self._captured: dict[int, tuple[torch.Tensor, GraphPieces]] = {}  # token fields and sources, [fields + 1, size] int64
-        self.capture(self.sizes[-1])
+        self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
+        done = whole and parts.relay.ask("init_mixed_graph_state", max_batch_size=most_requests, max_num_tokens=len(hidden))
+        self._capture_whole = whole if done else None
+        self._kinds = (False,) if not done else (True, False) if verifies else (True,)
+        self._captured: dict[PieceKey, _Captured] = {}
+        self.provide(PieceKey(self.sizes[-1], self._kinds[0]))
 
     @property
-    def waiting(self) -> list[int]:
-        """Sizes without graphs, the smallest first."""
-        return [size for size in self.sizes if size not in self._captured]
+    def waiting(self) -> list[PieceKey]:
+        """What loads begin with that is not captured, the smallest first."""
+        keys = [PieceKey(size, whole) for whole in self._kinds for size in self.sizes]
+        return [key for key in keys if key not in self._captured]
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture the pieces of one size. Takes as long as two or three eager steps."""
+    def provide(self, key: PieceKey) -> _Captured:
+        """What is captured, now if it was not yet. That takes as long as two or three eager steps."""
+        if key in self._captured:
+            return self._captured[key]
         batch = self.feed.named.with_inputs(no_requests(self.geometry))
-        batch = pad(batch, num_requests=0, num_tokens=size, geometry=self.geometry)
-        packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN)]).to(self.feed.device)
+        batch = pad(batch, num_requests=0, num_tokens=key.size, geometry=self.geometry)
+        packed = torch.stack([*token_fields(batch), torch.full((key.size,), KNOWN)]).to(self.feed.device)
         batch = self.feed.named.placed(with_token_fields(batch, iter(packed)))
+        if key.whole:
+            batch = self._parts.relay.plan(renewed(batch, phase=Phase.MIXED), capture=True)
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-1], out=batch.input_ids)
-            self.hidden[:size].copy_(self.results.hidden(self.model.forward(batch), batch))
+            if key.whole:
+                self._parts.relay.ask("device_prologue", plan=batch.plan)
+            self.hidden[: key.size].copy_(self.results.hidden(self.model.forward(batch), batch))
 
-        pieces = self._capture(run, self.socket)
-        self._captured[size] = packed, pieces
-        _log.debug("captured a step of %d tokens in %d pieces", size, len(pieces.graphs))
+        if key.whole and self._capture_whole is not None:
+            pieces = GraphPieces([self._capture_whole(run)], [])
+        else:
+            pieces = self._capture_pieces(run, self.socket)
+        _log.debug("captured a step of %d tokens in %d pieces", key.size, len(pieces.graphs))
+        return self._captured.setdefault(key, _Captured(packed, pieces, batch))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Replay the pieces of the step's size around attention, which are captured first if they are not yet."""
-        size = step.run.size
-        if size not in self._captured:
-            self.capture(size)
-        packed, pieces = self._captured[size]
-        relay = self._parts.relay
-        batch = relay.plan(self._upload(step, batch, packed))
-        write_masks(step, batch, relay)
+        """Replay what the step's size has: one graph, or pieces around attention; they are captured first if they are not yet."""
+        if self._capture_whole is not None and self._may_be_whole(step, batch):
+            try:
+                return self._replay(self.provide(PieceKey(step.run.size, whole=True)), step, batch)
+            except Unsupported as error:
+                _log.debug("attention runs between graphs: %s", error)
+        return self._replay(self.provide(PieceKey(step.run.size, whole=False)), step, batch)
+
+    def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
+        prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]
+        return not step.verifies and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
+
+    def _replay(self, captured: _Captured, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        relay, (first, *others), plan = self._parts.relay, captured.pieces.graphs, captured.batch.plan
+        batch, padded = self._upload(step, batch, captured.packed)
+        if plan is not None:
+            relay.refresh(plan, renewed(padded, phase=Phase.MIXED))
+        else:
+            batch = relay.plan(batch)
+            write_masks(step, batch, relay)
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
-        first, *others = pieces.graphs
         first.replay()
-        for call, graph in zip(pieces.calls, others, strict=True):
+        for call, graph in zip(captured.pieces.calls, others, strict=True):
             self.socket.run(call, batch)
             graph.replay()
         hidden = self.hidden[: batch.num_tokens]
         forwarded = hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)
         return forwarded._replace(in_graphs=True, batch=batch, hidden=hidden)
 
-    def _upload(self, step: StepInput, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
-        """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
+    def _upload(self, step: StepInput, batch: ForwardBatch, packed: torch.Tensor) -> tuple[ForwardBatch, ForwardBatch]:
+        """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there, and padded."""
         size, count = packed.shape[1], batch.num_tokens
         batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
         self.feed.overwrite(packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
-        self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
-        return with_token_fields(batch, iter(packed[:, :count]))
+        padded = self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
+        return with_token_fields(batch, iter(packed[:, :count])), padded
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from enginery.api import (
     KVPiece,
     LayerSpec,
     MaskPart,
+    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -21,6 +22,7 @@ from enginery.api import (
     hookimpl,
 )
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
+from enginery_attn_triton.mixed import MixedState
 from enginery_attn_triton.plan import GraphState, Planner, TritonPlan
 from enginery_attn_triton.ragged import RaggedAttention, TritonChunkPlan
 from enginery_attn_triton.tiling import Device, LayerCuts
@@ -44,6 +46,7 @@ class TritonAttention:
         latent = next((layer for layer in context.geometry.layers if layer.latent is not None), None)
         self.ragged = RaggedAttention(layer=latent, itemsize=itemsize, device=context.device, facts=facts)
         self.graphs: GraphState | None = None
+        self.mixed: MixedState | None = None
         self.epoch = 0
 
     @hookimpl
@@ -54,6 +57,9 @@ class TritonAttention:
         parts = self.arena.take("attention of split requests", workspace_bytes, may_move=True)
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts, trees=self._room_for_trees(batch))
+        if self.mixed is not None and batch.phase is Phase.MIXED:
+            self.mixed.refresh(batch)
+            return TritonPlan(key=key, tables=self.mixed.tables(batch.num_tokens), parts=parts)
         if self.graphs is None:
             raise Unsupported(f"{self.backend_id} captures steps after init_graph_state, which was not called")
         tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)
@@ -103,8 +109,19 @@ class TritonAttention:
         return True
 
     @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """Take the memory that captured steps of prompts point into."""
+        self.epoch += self.mixed is not None
+        num_pages = self.geometry.num_pages
+        self.mixed = MixedState(self.planner, max_requests=max_batch_size, max_rows=max_num_tokens, num_pages=num_pages)
+        return True
+
+    @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         """Upload this batch's tables to where the captured plan has them."""
+        if self.mixed is not None and plan.key.epoch == self.epoch and plan.key.phase is Phase.MIXED:
+            self.mixed.refresh(batch)
+            return True
         if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
             raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
         self.graphs.refresh(batch, page_size=self.geometry.page_size)

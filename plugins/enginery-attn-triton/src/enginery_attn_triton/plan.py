@@ -103,7 +103,7 @@ class Packed:
 
     def host(self, device: torch.device) -> torch.Tensor:
         """[size] int32, pinned where the device copies from such."""
-        whole = _host_ints(self.size, device)
+        whole = host_ints(self.size, device)
         values = whole.numpy()
         for array, place in zip(self.arrays, self.places, strict=True):
             values[place : place + array.size] = array.reshape(-1)
@@ -115,7 +115,7 @@ class Packed:
         return uploaded[place : place + array.size].view(array.shape)
 
 
-def _host_ints(size: int, device: torch.device) -> torch.Tensor:
+def host_ints(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
@@ -126,7 +126,7 @@ def used_pages(batch: ForwardBatch, *, page_size: int) -> Ints:
     return table
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where the sections of each cut begin: splits, tall items, items; and where the last ends."""
 
     cuts: tuple[DecodeCut, ...]
@@ -134,7 +134,7 @@ class _Layout(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, cuts: Iterable[DecodeCut], *, max_requests: int) -> _Layout:
+    def of(cls, cuts: Iterable[DecodeCut], *, max_requests: int) -> Layout:
         """Of so many requests at the most."""
         size, places, distinct = 0, [], tuple(dict.fromkeys(cuts))
         for cut in distinct:
@@ -158,10 +158,10 @@ class GraphState:
     def __init__(self, cuts: LayerCuts, *, max_batch_size: int, max_rows: int, num_pages: int, device: torch.device) -> None:
         self.cuts, self.max_rows = cuts, max_rows
         self.recent: dict[DecodeCut, RecentCut] = {}
-        self.layouts: dict[int, _Layout] = {}
+        self.layouts: dict[int, Layout] = {}
         for length in range(1, min(MOST_ROWS, max_rows) + 1):
             most = min(max_batch_size, max_rows // length)
-            self.layouts[length] = _Layout.of((cut.decode for cut in cuts.of(length).distinct), max_requests=most)
+            self.layouts[length] = Layout.of((cut.decode for cut in cuts.of(length).distinct), max_requests=most)
         self.table_place = max(layout.size for layout in self.layouts.values())
         self.table_entries = min(max_batch_size * num_pages, TABLE_BYTES // 4)
         self.buffer = torch.zeros(self.table_place + self.table_entries + 3, dtype=torch.int32, device=device)
@@ -200,15 +200,15 @@ class GraphState:
             )
         is_plain = batch.decode_len == 1 and batch.kv_lens is None
         shared = sharing(table, kv_lens, page_size=page_size) if is_plain else []
-        host = _host_ints(self.table_place + table.size, self.buffer.device)
+        host = host_ints(self.table_place + table.size, self.buffer.device)
         values, layout = host.numpy(), self.layouts[batch.decode_len]
         for cut, (splits_place, tall_place, items_place) in zip(layout.cuts, layout.places, strict=True):
             known = cut if batch.kv_lens is None else without_window(cut)
             items, splits, num_tall = self._recently_cut(known, kv_lens, table.shape[1], page_size=page_size, shared=shared)
             chunks = num * cut.chunks
-            _fill(values[splits_place:], splits, splits.size)
-            _fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))
-            _fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
+            fill(values[splits_place:], splits, splits.size)
+            fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))
+            fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
         values[self.table_place :].reshape(table.shape)[:] = table
         self.buffer[: len(values)].copy_(host, non_blocking=True)
 
@@ -222,7 +222,7 @@ class GraphState:
         return recent.cutting
 
 
-def _fill(values: Ints, array: Ints, size: int) -> None:
+def fill(values: Ints, array: Ints, size: int) -> None:
     """The array, then zeros up to `size`."""
     values[: array.size] = array.reshape(-1)
     values[array.size : size] = 0

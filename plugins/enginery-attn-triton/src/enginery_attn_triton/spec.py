@@ -43,7 +43,7 @@ def make_spec() -> TritonSpec:
     interpreted = is_interpreted()
     return TritonSpec(
         name=NAME,
-        api=(2, 0),
+        api=(2, 1),
         priority=1 if interpreted else 50,
         single_priority=None if interpreted else 70,
         summary="Triton kernels, interpreted: for tests" if interpreted else "Triton kernels for CUDA devices",

@@ -1,0 +1,96 @@
+"""Captured prefills and mixed steps, without a graph: one plan serves steps of any requests, and rows of nobody are zero."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from enginery.api import AttnLayerFacts, LatentFacts, Phase, StalePlan, Unsupported
+from enginery.testing.cases import AttnCase
+from enginery.testing.rules import compare
+from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.workbench import Workbench
+
+PLAIN = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
+LATENT = AttnLayerFacts(
+    num_heads=4, num_kv_heads=1, head_dim=48, latent=LatentFacts(rank=32, rope_dim=16, nope_dim=32, value_dim=32)
+)
+MOST_REQUESTS = 8
+STEPS = (
+    ((5, 1), (40, 1), (0, 20), (17, 3)),
+    ((700, 20),),
+    ((700, 1), (700, 1), (300, 9)),
+    ((3, 1),) * MOST_REQUESTS,
+    ((0, 3),) * MOST_REQUESTS,
+    ((64, 1),),
+)
+
+
+class InTriton(AttnBackendSuite):
+    """Its subject alone is used here."""
+
+    __test__ = False
+    backend = "triton"
+
+
+def bench_of(facts: AttnLayerFacts, *, most_rows: int) -> Workbench:
+    case = AttnCase(facts=facts, page_size=16, dtype="float32")
+    bench = Workbench(InTriton.subject(), case, num_tokens=3000)
+    assert bench.relay.ask("init_graph_state", max_batch_size=MOST_REQUESTS, max_num_tokens=MOST_REQUESTS)
+    assert bench.relay.ask("init_mixed_graph_state", max_batch_size=MOST_REQUESTS, max_num_tokens=most_rows)
+    return bench
+
+
+def nobody(bench: Workbench, num_rows: int):
+    return bench.pad(bench.batch([], Phase.MIXED), requests=0, tokens=num_rows)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    "facts",
+    [PLAIN, dataclasses.replace(PLAIN, sliding_window=40), dataclasses.replace(PLAIN, sinks=True), LATENT],
+    ids=["plain", "window", "sinks", "latents"],
+)
+def test_a_captured_plan_serves_steps_of_any_requests(facts: AttnLayerFacts) -> None:
+    bench = bench_of(facts, most_rows=160)
+    for num_rows, steps in ((160, STEPS[:1]), (40, STEPS)):  # the smaller is planned when tables of the larger are full
+        captured = bench.relay.plan(nobody(bench, num_rows), capture=True)
+        assert captured.plan is not None
+        whole = bench.guarded_out(num_rows)
+        bench.call_leaf(bench.inputs([], num_rows), captured, captured.plan, whole[1:-1])
+        assert not whole[1:-1].any(), "as it is captured, all rows are nobody's"
+        for cached_and_new in (*steps, ((0, num_rows),)):
+            bench.forget()
+            turns = bench.turns(cached_and_new)
+            batch = bench.batch(turns, Phase.MIXED)
+            bench.relay.refresh(captured.plan, bench.pad(batch, requests=0, tokens=num_rows - batch.num_tokens))
+            whole = bench.guarded_out(num_rows)
+            bench.call_leaf(bench.inputs(turns, num_rows), captured, captured.plan, whole[1:-1])
+            found, expected = bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns]
+            compare(found, expected, dtype=bench.case.dtype, leeway=1.0, what=f"{cached_and_new} in {num_rows} rows")
+            assert not whole[1 + batch.num_tokens : -1].any(), "rows of nobody are zero"
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_step_that_there_is_no_room_for_is_refused() -> None:
+    bench = bench_of(PLAIN, most_rows=64)
+    captured = bench.relay.plan(nobody(bench, 64), capture=True)
+    assert captured.plan is not None
+    for steps, why in (
+        (((1, 1),) * 9, "9 requests of up to 1 pages do not fit"),
+        (((0, 2),) * 30, "the 30 prompts of a step of 64"),
+    ):
+        batch = bench.batch(bench.turns(steps), Phase.MIXED)
+        with pytest.raises(Unsupported, match=why):
+            bench.relay.refresh(captured.plan, bench.pad(batch, requests=0, tokens=64 - batch.num_tokens))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_plan_of_before_the_memory_was_taken_anew_is_stale() -> None:
+    bench = bench_of(PLAIN, most_rows=64)
+    captured = bench.relay.plan(nobody(bench, 64), capture=True)
+    assert captured.plan is not None
+    bench.relay.ask("init_mixed_graph_state", max_batch_size=MOST_REQUESTS, max_num_tokens=64)
+    with pytest.raises(StalePlan):
+        bench.relay.refresh(captured.plan, nobody(bench, 64))

@@ -1,0 +1,139 @@
+"""Prefills and mixed steps captured with their attention give the eager ones' tokens. Here a graph runs its function again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from unittest import mock
+
+import pytest
+import torch
+from engine.test_graphs import AgainAndAgain
+from engine.test_piecewise_graphs import MOST_REQUESTS, with_pieces
+from pairwise import crossed, in_turn
+from parity import test_gemma
+from parity.engine_driver import assert_greedy, generate
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
+
+from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, Phase, PlanKey, Unsupported, hookimpl
+from enginery.plugin.registry import Registry
+from enginery.worker.paths import piecewise_graphs
+from enginery_attn_torch.backend import TorchAttention
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixedPlan(ForwardPlan):
+    """now: the batch that runs, planned, in a list; none where it is captured."""
+
+    now: list[ForwardBatch]
+
+
+class MixedTorch(TorchAttention):
+    """What it captures runs the batch that it was last refreshed for. most_prompts: of a batch that there is room for."""
+
+    most_prompts = MOST_REQUESTS
+
+    @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        assert max_batch_size == MOST_REQUESTS
+        return True
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        if not capture:
+            return super().plan_forward_metadata(batch, capture)
+        return MixedPlan(key=PlanKey.of(batch, self.backend_id, capture=True), now=[])
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        assert isinstance(plan, MixedPlan), "it was captured"
+        assert batch.phase is Phase.MIXED
+        assert batch.num_tokens == plan.key.num_tokens, "the rows of nobody are in it"
+        if batch.num_requests - batch.num_decode_requests > self.most_prompts:
+            raise Unsupported("too many prompts")
+        plan.now[:] = [batch.planned(super().plan_forward_metadata(batch, capture=False))]
+        return True
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        plan: ForwardPlan,
+        out: torch.Tensor,
+    ) -> None:
+        if not isinstance(plan, MixedPlan):
+            super().attend(q, k, v, layer, batch, plan, out)
+            return
+        out.zero_()
+        for now in plan.now:
+            assert now.plan is not None, "it is planned"
+            super().attend(q, k, v, layer, now, now.plan, out)
+
+
+class TooFull(MixedTorch):
+    most_prompts = 0
+
+
+def over(registry: Registry, backend: type[MixedTorch]) -> Registry:
+    class Composed(Registry):
+        def create_attn_backend(self, name: str, context: BackendContext) -> object:
+            return backend(context) if name == "torch" else registry.create_attn_backend(name, context)
+
+    return Composed(**{field.name: vars(registry)[field.name] for field in fields(registry)})
+
+
+@in_turn(("family", ["llama", "qwen3-moe", "gemma3"]), ("step, overlap", crossed([16, 50], [False, True])))
+def test_steps_with_their_attention_are_one_graph_and_give_transformers_tokens(
+    write_oracle: Callable[..., Oracle], registry: Registry, family: str, step: int, *, overlap: bool
+) -> None:
+    oracle = write_oracle(family, (FAMILIES | EXPERT_FAMILIES | test_gemma.GEMMAS)[family])
+    whole, asked = AgainAndAgain(), {"overlap": overlap, "max_batch_tokens": step, "dtype": "float32"}
+    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, **asked)
+    assert_greedy(oracle, generate(engine, oracle.prompts[:MOST_REQUESTS]), oracle.prompts[:MOST_REQUESTS])
+    assert whole.num_replayed >= 2
+    assert pieces.num_replayed == 0
+    assert engine.meter.stats().num_graph_steps == whole.num_replayed
+
+
+@pytest.mark.parametrize("why", ["no room", "too many requests", "long prompts"])
+def test_what_there_is_no_room_for_runs_in_pieces(write_oracle: Callable[..., Oracle], registry: Registry, why: str) -> None:
+    oracle = write_oracle("llama", FAMILIES["llama"])
+    whole = AgainAndAgain()
+    backend, most_keys = TooFull if why == "no room" else MixedTorch, 4 if why == "long prompts" else 1000
+    prompts = oracle.prompts[: MOST_REQUESTS + (why == "too many requests")]
+    with mock.patch.object(piecewise_graphs, "MOST_KEYS", most_keys):
+        engine, pieces = with_pieces(oracle, over(registry, backend), whole=whole, dtype="float32")
+        assert_greedy(oracle, generate(engine, prompts), prompts)
+    assert pieces.num_replayed > 0
+    assert whole.num_replayed == 0
+
+
+def test_sizes_are_captured_with_their_attention_in_idle_moments(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    whole = AgainAndAgain()
+    engine, pieces = with_pieces(write_oracle("llama", FAMILIES["llama"]), over(registry, MixedTorch), whole=whole)
+    assert (whole.num_captured, pieces.num_captured) == (1, 0)
+    while engine.prepare():
+        pass
+    assert (whole.num_captured, pieces.num_captured) == (4, 0)
+
+
+def test_where_something_guesses_pieces_are_captured_too(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    whole, oracle = AgainAndAgain(), write_oracle("llama", FAMILIES["llama"])
+    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, verifies=True)
+    while engine.prepare():
+        pass
+    assert (whole.num_captured, pieces.num_captured) == (4, 4)
+
+
+def test_where_prompts_are_planned_in_pieces_attention_stays_outside(
+    write_oracle: Callable[..., Oracle], registry: Registry
+) -> None:
+    oracle = write_oracle("deepseek-v2", (FAMILIES | EXPERT_FAMILIES)["deepseek-v2"])
+    whole = AgainAndAgain()
+    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, dtype="float32")
+    assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
+    assert whole.num_captured == 0
+    assert pieces.num_replayed > 0

@@ -19,7 +19,7 @@ MAX_PIECE_TOKENS = 1024  # of more, the device takes longer than the host takes 
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 PROMPTS_FIRST_TOKENS = 16384  # on a GPU, where no step's length matters: W1 and W7 are 1 % faster, see docs/log.md
 DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
-DEFAULT_PREFILL_FRACTION = 0.125
+DEFAULT_PREFILL_FRACTION = 0.0625
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),

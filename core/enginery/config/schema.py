@@ -22,7 +22,7 @@ class EngineOptions:
     the model's own. chat_template: file with the template's text, instead of the checkpoint's.
     kv_dtype: of keys and values in memory; auto is the model's, fp8 is float8_e4m3fn. max_batch_tokens: token budget of a step.
     max_batch_requests: requests in a step. prefill_fraction: the part of the waiting prompt tokens that joins a decoding
-    step, at least `schedule.planner.MIN_PREFILL_TOKENS`; 1 takes what the budget allows, as `LLM` does. max_model_len:
+    step, or all of few (`schedule.planner.MIXED_ROWS`); 1 takes what the budget allows, as `LLM` does. max_model_len:
     longest context in tokens.
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.

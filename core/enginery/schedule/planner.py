@@ -10,9 +10,9 @@ Rules that keep everybody moving:
   each running request: so a preempted request does not come back only to be preempted again. When nothing runs, the head always
   fits.
 - A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
-  hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
-  as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the rows
-  that decode: products are computed by such, and steps of few tokens are padded to them, or to half of one.
+  hold up many streams; the more wait, the more it takes. Where that is less than makes `MIXED_ROWS` with the rows that decode,
+  prompts go in the fewest steps of up to so many, and each takes an equal part. And it takes as many as make whole tiles of
+  `TILE_ROWS`: products are computed by such, and steps of few tokens are padded to them, or to half of one.
 - A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
 """
 
@@ -30,7 +30,8 @@ from enginery.schedule.step import StepBuilder
 from enginery.schedule.table import RequestTable
 
 HEADROOM_TOKENS = 32
-MIN_PREFILL_TOKENS = 512  # what makes a step compute-bound on a large GPU, twice over
+MIXED_ROWS = 512  # a step of so many is compute-bound on a large GPU, twice over, and takes the least for each
+MIN_PREFILL_TOKENS = 256  # beside however many that decode
 TILE_ROWS = 128
 NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
@@ -57,7 +58,7 @@ class BatchPlanner:
         self._step.num_decode = len(self._step.requests)
         if num_rows := self._step.num_rows:
             waiting = self._table.waiting.num_tokens + sum(request.num_left for request in prompts)
-            wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
+            wanted = _beside_decoding(waiting, num_rows, fraction=self._settings.prefill_fraction)
             self._budget = min(self._budget, -(-(wanted + num_rows) // TILE_ROWS) * TILE_ROWS - num_rows)
         for request in prompts:
             self._schedule_chunk(request)
@@ -207,3 +208,11 @@ class BatchPlanner:
         """Schedule its next tokens. It has the pages."""
         self._budget -= num_tokens
         self._step.add(request, num_tokens)
+
+
+def _beside_decoding(waiting: int, num_rows: int, *, fraction: float) -> int:
+    """How many of the prompt tokens that wait join so many rows that decode."""
+    room, part = max(MIXED_ROWS - num_rows, MIN_PREFILL_TOKENS), int(waiting * fraction)
+    if part > room or not waiting:
+        return part
+    return -(-waiting // -(-waiting // room))

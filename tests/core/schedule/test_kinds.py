@@ -191,6 +191,7 @@ def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages,
     def run(seed, headroom):
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)
         monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
+        monkeypatch.setattr(planner, "MIXED_ROWS", 2)
         use = RandomKinds(seed, depth, stages, most_guesses)
         for _ in range(120):
             use.act()

@@ -281,6 +281,7 @@ def test_random_use_of_lanes_breaks_no_promise(depth, monkeypatch):
     SEEN.clear()
     monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
     monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
+    monkeypatch.setattr(planner, "MIXED_ROWS", 2)
 
     @settings(max_examples=examples(30), deadline=None)
     @given(seed=st.integers(0, 2**32))

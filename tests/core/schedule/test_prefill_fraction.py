@@ -1,8 +1,10 @@
-"""How many prompt tokens join decoding requests: a part of those that wait, 512 at least, and what fills a tile of 128 rows."""
+"""How many prompt tokens join decoding requests: a part of those that wait; of few, equal parts that make steps of up to 512 rows;
+and what fills a tile of 128 rows."""
 
 import pytest
 
 from enginery.contracts.step import RunSizes, Way
+from enginery.schedule import planner
 from enginery.schedule.planner import BatchPlanner
 from enginery.schedule.step import agreed
 
@@ -33,12 +35,13 @@ def test_a_long_prompt_joins_in_parts_that_shrink_with_what_is_left_of_it():
     taken = beside_a_stream(16384, streams=3, prefill_fraction=0.25)
     left, parts = 16384, []
     while left:
-        rows = max(512, left // 4) + 3
+        equal = -(-left // -(-left // 509))
+        rows = (left // 4 if left // 4 > 509 else equal) + 3
         parts.append(min(left, -(-rows // 128) * 128 - 3))
         left -= parts[-1]
     assert taken == parts
     assert taken[0] == 4096 + 125
-    assert taken[-2] == 512 + 125
+    assert taken[-2] == 512 - 3
 
 
 def test_prompts_in_the_queue_count_as_those_in_progress_do():
@@ -46,8 +49,17 @@ def test_prompts_in_the_queue_count_as_those_in_progress_do():
 
 
 def test_short_prompts_join_at_once():
-    assert beside_a_stream(100, 200, 212, streams=5, prefill_fraction=0.125) == [512]
-    assert beside_a_stream(400, 400, streams=100, prefill_fraction=0.125) == [540, 260]
+    assert beside_a_stream(100, 200, 207, streams=5, prefill_fraction=0.125) == [507]
+
+
+def test_few_prompt_tokens_join_in_equal_parts_of_steps_that_are_not_long():
+    assert beside_a_stream(512, streams=5, prefill_fraction=0.125) == [379, 133]
+    assert beside_a_stream(400, 400, streams=100, prefill_fraction=0.125) == [412, 388]
+
+
+def test_many_that_decode_leave_room_for_prompts(monkeypatch):
+    monkeypatch.setattr(planner, "MIXED_ROWS", 100)
+    assert beside_a_stream(1000, streams=90, prefill_fraction=0.01)[0] == 3 * 128 - 90, "256, and what fills a tile"
 
 
 @pytest.mark.parametrize(("streams", "fraction"), [(0, 0.125), (3, 1.0)])
@@ -67,7 +79,7 @@ def test_rows_that_verify_guesses_fill_tiles_with_the_prompt_and_run_in_pieces_w
     run_step(scheduler, device)
     scheduler.submit(asked_of("prompt", range(2000)))
     built = BatchPlanner(scheduler.table, scheduler.settings, {"stream 0": (7, 8, 9), "stream 1": (7,)}).fill()
-    step = scheduler.begin(built, agreed([built], RunSizes(graphs=(4,), pieces=(512, 639, 640, 768), verified_rows=16)))
+    step = scheduler.begin(built, agreed([built], RunSizes(graphs=(4,), pieces=(384, 511, 512, 768), verified_rows=16)))
     assert step.decode_len * step.num_decode == 12
-    assert (step.num_tokens, int(step.rows.sum())) == (640 - 5, 640)
-    assert (step.run.way, step.run.size) == (Way.PIECES, 640)
+    assert (step.num_tokens, int(step.rows.sum())) == (512 - 5, 512)
+    assert (step.run.way, step.run.size) == (Way.PIECES, 512)

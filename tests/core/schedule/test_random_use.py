@@ -208,6 +208,7 @@ def test_random_use_breaks_no_promise(depth, monkeypatch):
     def run(seed, headroom):
         monkeypatch.setattr(draft, "HEADROOM_TOKENS", headroom)
         monkeypatch.setattr(draft, "MIN_PREFILL_TOKENS", 2)
+        monkeypatch.setattr(draft, "MIXED_ROWS", 2)
         use = RandomUse(seed, depth)
         for _ in range(150):
             use.act()

@@ -119,6 +119,7 @@ def test_steps_as_deltas_lay_out_like_whole_tables(depth: int, monkeypatch: pyte
     def run(seed: int, headroom: int) -> None:
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)
         monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
+        monkeypatch.setattr(planner, "MIXED_ROWS", 2)
         use = LaidOut(seed, depth)
         for _ in range(100):
             use.act()

@@ -125,7 +125,7 @@ _FLAGS: Final = {
     "max_batch_tokens": _Flag(_MEMORY, "Tokens in a step (on a GPU 8192, offline 16384; on a CPU 2048)."),
     "max_batch_requests": _Flag(_MEMORY, "Requests in a step, and rows that it verifies: of each request one more than guesses."),
     "prefill_fraction": _Flag(
-        _MEMORY, "Part of the waiting prompt tokens that joins a decoding step, 512 at least (0.125; offline 1)."
+        _MEMORY, "Part of the waiting prompt tokens that joins a decoding step; few join anyway (0.0625; offline 1)."
     ),
     "max_queued_requests": _Flag(_MEMORY, "Waiting requests; one more is refused."),
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),

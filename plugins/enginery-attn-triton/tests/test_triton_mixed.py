@@ -46,6 +46,12 @@ def nobody(bench: Workbench, num_rows: int):
     return bench.pad(bench.batch([], Phase.MIXED), requests=0, tokens=num_rows)
 
 
+def mixed_step(bench: Workbench, steps):
+    """Of 64 rows."""
+    batch = bench.batch(bench.turns(steps), Phase.MIXED)
+    return bench.pad(batch, requests=0, tokens=64 - batch.num_tokens)
+
+
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     "facts",
@@ -81,9 +87,20 @@ def test_a_step_that_there_is_no_room_for_is_refused() -> None:
         (((1, 1),) * 9, "9 requests of up to 1 pages do not fit"),
         (((0, 2),) * 30, "the 30 prompts of a step of 64"),
     ):
-        batch = bench.batch(bench.turns(steps), Phase.MIXED)
+        batch = mixed_step(bench, steps)
         with pytest.raises(Unsupported, match=why):
-            bench.relay.refresh(captured.plan, bench.pad(batch, requests=0, tokens=64 - batch.num_tokens))
+            bench.relay.refresh(captured.plan, batch)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_page_table_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginery_attn_triton.mixed.MIXED_TABLE_BYTES", 4 * 11)
+    bench = bench_of(PLAIN, most_rows=64)
+    captured = bench.relay.plan(nobody(bench, 64), capture=True)
+    assert captured.plan is not None
+    bench.relay.refresh(captured.plan, mixed_step(bench, [(160, 1)]))
+    with pytest.raises(Unsupported, match=r"2 requests of up to 11 pages do not fit .* 8 requests and 11 entries"):
+        bench.relay.refresh(captured.plan, mixed_step(bench, [(160, 1), (3, 2)]))
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -16,7 +16,7 @@ import torch
 from enginery.api import ForwardBatch, Unsupported
 from enginery.kv.shared_prefixes import Ints
 from enginery_attn_triton.plan import Layout, Planner, Split, Tables, Tiles, TilesKey, fill, host_ints, tiles_of, used_pages
-from enginery_attn_triton.spec import TABLE_BYTES
+from enginery_attn_triton.spec import MIXED_TABLE_BYTES
 from enginery_attn_triton.splitting import TileCutting, sharing, split_decoding, split_tiles
 from enginery_attn_triton.tiling import DecodeCut, Tile, prefill_tile
 
@@ -66,7 +66,7 @@ class MixedState:
             self._sections[each.dims, each.decode.window] = section._replace(splits=splits)
             size = splits + -(-2 * max_rows // 4) * 4
         self._pages = size
-        self._num_entries = min(max_requests * num_pages, TABLE_BYTES // 4)
+        self._num_entries = min(max_requests * num_pages, MIXED_TABLE_BYTES // 4)
         self._buffer = torch.zeros(size + self._num_entries, dtype=torch.int32, device=planner.device)
 
     def tables(self, num_rows: int) -> Tables:

@@ -12,7 +12,8 @@ from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 NAME: Final = "triton"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `LayerCut` keeps to it
-TABLE_BYTES: Final = 64 << 20  # of the page table of captured steps, at the most
+TABLE_BYTES: Final = 64 << 20  # of the page table of captured decoding steps, at the most
+MIXED_TABLE_BYTES: Final = 16 << 20  # likewise of captured mixed steps; longer requests' run in pieces
 MOST_ROWS: Final = 17  # of a request in a captured step that verifies drafts
 MAX_HEAD_DIM: Final = 256
 MAX_RANK: Final = 512
@@ -66,7 +67,7 @@ def make_spec() -> TritonSpec:
             verify_lengths=True,
             trees=True,
             needs_jit=True,
-            workspace_bytes=WORKSPACE_BYTES + TABLE_BYTES,
+            workspace_bytes=WORKSPACE_BYTES + TABLE_BYTES + MIXED_TABLE_BYTES,
         ),
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 from engine.draft_models import SELVES, asking, assert_told
 from engine.rank_answers import PROMPTS, assert_equal
 from engine.rank_pair import request, serve
-from engine.test_cuda_paths import MESHES, by_itself, on_cuda, options
+from engine.test_cuda_paths import MESHES, by_itself, folder_of, on_cuda, options
 from engine.test_speculation import answers_of
 from parity.oracle import Oracle
 
@@ -22,6 +23,7 @@ from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts import parts
+from enginery.worker.paths import capture
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
 
@@ -32,11 +34,11 @@ SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each graph of whole steps that any rank captures."""
-    found, capture = list[int](), CudaCapture.__call__
+    found, call = list[int](), CudaCapture.__call__
 
     def noting(whole: CudaCapture, run: Callable[[], None]) -> Replayable:
         found.append(len(found))
-        return capture(whole, run)
+        return call(whole, run)
 
     monkeypatch.setattr(CudaCapture, "__call__", noting)
     return found
@@ -192,3 +194,21 @@ def test_without_a_drafter_plain_steps_are_captured_and_no_others(registry: Regi
         before, num_sizes = len(captures), len(graphs.sizes)
         prepare(engine, captures)
         assert len(captures) - before == num_sizes - 1, "the largest was there"
+
+
+@pytest.mark.parametrize(
+    ("guesses", "most_keys", "kinds"), [(False, 1000, (True,)), (False, 20, (True, False)), (True, 1000, (True, False))]
+)
+def test_mixed_steps_are_captured_in_pieces_too_where_some_run_so(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, guesses: bool, most_keys: int, kinds: tuple[bool, ...]
+) -> None:
+    """They verify guesses, or prompts may be long."""
+    monkeypatch.setattr(capture, "MOST_KEYS", most_keys)
+    asked = by_itself(**SIZES) if guesses else options(model=folder_of(tmp_path, "llama"))
+    with on_cuda(asked, registry) as (engine, _):
+        pieces = engine._runner.pieces
+        assert pieces is not None
+        while engine.prepare():
+            pass
+        assert {key.whole for key in pieces._captured} == set(kinds)
+        assert not pieces.waiting

@@ -80,13 +80,15 @@ class Pausing:
 
 
 def with_pieces(
-    oracle: Oracle, registry: Registry, *, whole: AgainAndAgain | None = None, verifies: bool = False, **asked: object
+    oracle: Oracle, registry: Registry, *, whole: AgainAndAgain | None = None, in_pieces_too: bool = False, **asked: object
 ) -> tuple[Engine, Pausing]:
     wanted = options(oracle, num_pages=200, attention_backend="torch", **asked)
     parts: BuiltParts = build_parts(wanted, registry)
     capture = Pausing()
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
-    pieces = PiecewiseGraphs(parts.step, hidden, capture=capture, whole=whole, most_requests=MOST_REQUESTS, verifies=verifies)
+    pieces = PiecewiseGraphs(
+        parts.step, hidden, capture=capture, whole=whole, most_requests=MOST_REQUESTS, in_pieces_too=in_pieces_too
+    )
     return Engine(dataclasses.replace(parts, captured=parts.captured._replace(pieces=pieces)), registry, wanted), capture
 
 

@@ -120,9 +120,9 @@ def test_sizes_are_captured_with_their_attention_in_idle_moments(write_oracle: C
     assert (whole.num_captured, pieces.num_captured) == (4, 0)
 
 
-def test_where_something_guesses_pieces_are_captured_too(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+def test_where_some_steps_run_in_pieces_these_are_captured_too(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
     whole, oracle = AgainAndAgain(), write_oracle("llama", FAMILIES["llama"])
-    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, verifies=True)
+    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, in_pieces_too=True)
     while engine.prepare():
         pass
     assert (whole.num_captured, pieces.num_captured) == (4, 4)

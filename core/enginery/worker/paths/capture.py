@@ -27,7 +27,7 @@ from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.paths.host_capture import HostCapture
-from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
+from enginery.worker.paths.piecewise_graphs import MOST_KEYS, CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedHead, RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
@@ -159,7 +159,7 @@ def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) ->
         capture=CudaPiecewiseCapture(capture),
         whole=capture,
         most_requests=choice.settings.max_graph_requests,
-        verifies=choice.drafter is not None,
+        in_pieces_too=choice.drafter is not None or choice.settings.max_model_len > MOST_KEYS,
     )
     for key in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
         pieces.provide(key)

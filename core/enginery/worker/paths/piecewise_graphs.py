@@ -135,17 +135,17 @@ class PiecewiseGraphs:
         capture: PiecewiseCapture,
         whole: Capture | None = None,
         most_requests: int = 0,
-        verifies: bool = False,
+        in_pieces_too: bool = False,
     ) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs.
-        whole: captures steps with their attention, of up to so many requests, where backends can be. verifies: there are steps that
-        verify guesses beside prompts, which run in pieces."""
+        whole: captures steps with their attention, of up to so many requests, where backends can be. in_pieces_too: some steps run
+        in pieces anyway: they verify guesses, or prompts are long."""
         self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
         self.geometry, self.hidden = parts.pool.geometry, hidden
         self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
         done = whole and parts.relay.ask("init_mixed_graph_state", max_batch_size=most_requests, max_num_tokens=len(hidden))
         self._capture_whole = whole if done else None
-        self._kinds = (False,) if not done else (True, False) if verifies else (True,)
+        self._kinds = (False,) if not done else (True, False) if in_pieces_too else (True,)
         self._captured: dict[PieceKey, _Captured] = {}
         self.provide(PieceKey(self.sizes[-1], self._kinds[0]))
 

@@ -61,6 +61,8 @@ ABOUT: Final = {
         "must call or is free to. A schema or a parser with which that cannot be promised is refused. A forced call of another "
         "tool keeps to what a grammar can say of its schema; `uniqueItems`, `propertyNames`, `not`, `if`, patterns that look "
         "around and the like are left to the model. With `parallel_tool_calls` false the answer ends with the first call.\n\n"
+        "A schema of `response_format` with `strict` false is kept to likewise; else what a grammar cannot say of it is "
+        "refused.\n\n"
         "With tools and a JSON schema (`response_format`, `guided_json`) in one request, the answer is calls without text around "
         "them, or JSON that satisfies the schema. Reasoning may come first. Calls that are forced are only calls, and with "
         "`tool_choice` none the schema stands alone. The parser `llama3-json` has no grammar for both, because its calls are JSON "

@@ -204,6 +204,7 @@ def test_the_page_about_versions_states_those_of_the_groups() -> None:
     called = {
         HookGroup.ATTN_BACKEND: "The group of attention backends",
         HookGroup.EXECUTOR: "The executor group",
+        HookGroup.GRAMMAR: "The group of grammars",
         HookGroup.OP: "The group of operations",
         HookGroup.PARSER: "The group of parsers",
     }

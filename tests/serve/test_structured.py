@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 from fake_engine import FAIL
 from fake_parsers import PARSERS
 
 from enginery.serve.http.caller import NoteCaller, caller
 from enginery.serve.http.keys import KeyGuard, Keys
+from enginery.serve.schemas.chat import ChatRequest
+from enginery.serve.schemas.completions import CompletionRequest
+from enginery.serve.schemas.responses import ResponsesRequest
+from enginery.serve.schemas.structured_outputs import asked_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -170,3 +175,19 @@ def test_a_grammar_that_grows_too_large_on_the_way_is_a_400_that_names_the_field
         assert (await live.complete("hello", seed=FAIL)).status_code == 500
 
     with_server(scenario)
+
+
+@pytest.mark.parametrize(("strict", "lenient"), [(False, True), (True, False), (None, False)])
+def test_a_schema_need_not_be_strict_if_it_says_so(strict, lenient):
+    """In each layout that has such a field."""
+    named = {"name": "n", "schema": SCHEMA} | ({} if strict is None else {"strict": strict})
+    message = {"messages": [{"role": "user", "content": "x"}]}
+    asked = [
+        msgspec.convert({**message, "response_format": {"type": "json_schema", "json_schema": named}}, ChatRequest),
+        msgspec.convert({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}, CompletionRequest),
+        msgspec.convert({"input": "x", "text": {"format": {"type": "json_schema", **named}}}, ResponsesRequest).as_chat(),
+    ]
+    for each in asked:
+        found = asked_grammar(each)
+        assert found is not None
+        assert (found.grammar.source, found.grammar.lenient) == (TEXT, lenient)

@@ -35,11 +35,13 @@ class GrammarKind(StrEnum):
 class Grammar:
     """What the whole answer must be. source: the schema as JSON text, the pattern, the grammar, or the list; empty for JSON_OBJECT.
 
-    Raises `RequestError` for a source that is too long; what it says is checked when it is compiled.
+    lenient: what a compiler cannot say of a JSON schema is left out, not refused. Raises `RequestError` for a source that is too
+    long; what it says is checked when it is compiled.
     """
 
     kind: GrammarKind
     source: str = ""
+    lenient: bool = False
 
     def __post_init__(self) -> None:
         try:

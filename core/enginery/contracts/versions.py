@@ -32,6 +32,7 @@ class HookGroup(StrEnum):
 CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0)) | {
     HookGroup.ATTN_BACKEND: (2, 1),
     HookGroup.EXECUTOR: (2, 2),
+    HookGroup.GRAMMAR: (2, 1),
     HookGroup.OP: (2, 3),
     HookGroup.PARSER: (2, 2),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from call_grammars import SPECS, compiler_of
 from test_strict_tools import VALUE_OF
 
-from enginery.api import RequestError, Tool, UnfinishedGrammar
+from enginery.api import Grammar, GrammarKind, RequestError, Tool, UnfinishedGrammar
 
 JSON_OF = VALUE_OF | {"hermes": '<tool_call>\n{"name": "f", "arguments": {"v": VALUE}}\n</tool_call>'}
 JSON_OF |= {"lfm2": "<|tool_call_start|>[f(v=VALUE)]<|tool_call_end|>"}
@@ -40,7 +41,11 @@ def tool(schema: dict, *, strict: bool = False) -> Tool:
 
 
 def takes(compiler: Any, name: str, called: Tool, text: str) -> bool:
-    found = compiler.compile(SPECS[name].force((called,), None, parallel=False, required=True))
+    return follows(compiler, SPECS[name].force((called,), None, parallel=False, required=True), text)
+
+
+def follows(compiler: Any, grammar: Grammar, text: str) -> bool:
+    found = compiler.compile(grammar)
     state = (found.finish() if isinstance(found, UnfinishedGrammar) else found).start()
     return all(state.accept(1 + byte) for byte in text.encode())
 
@@ -57,3 +62,21 @@ def test_a_strict_tool_is_kept_to_or_refused(name: str, compiler: Any) -> None:
     for schema, good, _ in BEYOND[:-1]:
         with pytest.raises(RequestError):
             takes(compiler, name, tool(schema, strict=True), JSON_OF.get(name, "VALUE").replace("VALUE", good))
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), BEYOND[:-1])
+@pytest.mark.parametrize("beside_tools", [False, True])
+def test_so_it_is_of_an_answer_that_need_not_be_strict(
+    schema: dict, good: str, bad: str, compiler: Any, *, beside_tools: bool
+) -> None:
+    source = json.dumps({"type": "object", "properties": {"v": schema}, "required": ["v"]})
+
+    def takes_answer(text: str, *, lenient: bool) -> bool:
+        answer = Grammar(kind=GrammarKind.JSON_SCHEMA, source=source, lenient=lenient)
+        force = SPECS["hermes"].force_or_json(answer)
+        return follows(compiler, force((tool({}),), None, parallel=False, required=False) if beside_tools else answer, text)
+
+    assert takes_answer(f'{{"v": {good}}}', lenient=True)
+    assert not takes_answer(f'{{"v": {bad}}}', lenient=True)
+    with pytest.raises(RequestError):
+        takes_answer(f'{{"v": {good}}}', lenient=False)

@@ -41,7 +41,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A JSON schema for an answer. It is always followed, whatever `strict` says."""
+    """A JSON schema for an answer. strict: false leaves out what no grammar says of it; else that is refused."""
 
     name: str
     schema: dict[str, object]

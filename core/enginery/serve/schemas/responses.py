@@ -180,7 +180,7 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
         return ResponseFormat(type=asked.type)
     if asked.schema is None:
         raise RequestError("a format of the type json_schema needs schema", param="text")
-    return ResponseFormat(type=asked.type, json_schema=NamedSchema(name=asked.name or "answer", schema=asked.schema))
+    return ResponseFormat(type=asked.type, json_schema=NamedSchema(name=asked.name or "", schema=asked.schema, strict=asked.strict))
 
 
 def _messages(items: list[InputItem]) -> list[chat.ChatMessage]:

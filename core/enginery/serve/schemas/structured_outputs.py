@@ -35,17 +35,18 @@ class _Given(NamedTuple):
     field: str
     kind: GrammarKind
     source: object
+    lenient: bool = False
 
 
 def _given(asked: CommonRequest) -> list[_Given]:
     """What each field that may ask for a grammar says. Raises `RequestError` for a response format that contradicts itself."""
     format_, structured = asked.response_format or ResponseFormat(type="text"), asked.structured_outputs or StructuredOutputs()
-    if (format_.type == "json_schema") != (format_.json_schema is not None):
-        has = "has no" if format_.json_schema is None else "takes no"
+    if (format_.type == "json_schema") != ((named := format_.json_schema) is not None):
+        has = "has no" if named is None else "takes no"
         raise RequestError(f"response_format of the type {format_.type} {has} json_schema", param="response_format")
     return [
         _Given("response_format", GrammarKind.JSON_OBJECT, format_.type == "json_object" or None),
-        _Given("response_format", GrammarKind.JSON_SCHEMA, format_.json_schema and format_.json_schema.schema),
+        _Given("response_format", GrammarKind.JSON_SCHEMA, named and named.schema, lenient=bool(named and named.strict is False)),
         _Given("structured_outputs", GrammarKind.JSON_OBJECT, structured.json_object or None),
         _Given("structured_outputs", GrammarKind.JSON_SCHEMA, structured.json),
         _Given("structured_outputs", GrammarKind.REGEX, structured.regex),
@@ -58,13 +59,13 @@ def _given(asked: CommonRequest) -> list[_Given]:
     ]
 
 
-def field_grammar(field: str, kind: GrammarKind, source: object) -> FieldGrammar:
+def field_grammar(field: str, kind: GrammarKind, source: object, lenient: bool = False) -> FieldGrammar:
     """The grammar of one field of a body. Raises `RequestError` that names the field.
 
     source: its text, or a value whose JSON is the text; True for a kind of grammar that needs none.
     """
     text = "" if source is True else source if isinstance(source, str) else msgspec.json.encode(source).decode()
     try:
-        return FieldGrammar(field, Grammar(kind=kind, source=text))
+        return FieldGrammar(field, Grammar(kind=kind, source=text, lenient=lenient))
     except RequestError as error:
         raise RequestError(str(error), param=field) from error

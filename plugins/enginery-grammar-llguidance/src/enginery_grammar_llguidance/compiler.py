@@ -54,7 +54,7 @@ class Compiler:
 
     def compile(self, grammar: Grammar) -> Compiled | UnfinishedGrammar:
         """Raises `RequestError` that says what is wrong, also where nothing satisfies the grammar or its beginning is too wide."""
-        source = _SOURCES[grammar.kind](grammar.source)
+        source = _json_schema(grammar.source, is_lenient=True) if grammar.lenient else _SOURCES[grammar.kind](grammar.source)
 
         def finish() -> Compiled:
             end = self._try(grammar.kind, source, TRIAL_S)
@@ -136,9 +136,10 @@ class State:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
-def _json_schema(source: str) -> str:
+def _json_schema(source: str, *, is_lenient: bool = False) -> str:
+    plain, overrides = _without_remarks(source, is_lenient=is_lenient), _JSON | {"lenient": is_lenient}
     try:
-        return LLMatcher.grammar_from_json_schema(_without_remarks(source), overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(plain, overrides=overrides)
     except ValueError as error:
         what = "nested too deeply; put what repeats into $defs" if "recursion limit" in str(error) else "no JSON object"
         raise RequestError(f"the JSON schema is {what}: {_short(str(error))}", param="grammar") from error

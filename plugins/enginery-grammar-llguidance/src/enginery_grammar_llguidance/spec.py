@@ -19,7 +19,7 @@ def _load(tokens: GrammarTokens) -> GrammarCompiler:
 
 LLGUIDANCE = GrammarSpec(
     name="llguidance",
-    api=(2, 0),
+    api=(2, 1),
     priority=50,
     summary="JSON schemas, patterns, Lark grammars and choices (llguidance)",
     kinds=frozenset(GrammarKind),

@@ -36,7 +36,8 @@ _LLAMA_CALL: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What `ForceFn` is called with. schema: of the JSON that an answer without calls is; None: it is any text."""
+    """What `ForceFn` is called with. schema: of the JSON that an answer without calls is, lenient: as `Grammar` has it; None: it is
+    any text."""
 
     tools: Sequence[Tool]
     name: str | None
@@ -44,6 +45,7 @@ class Asked:
     required: bool
     reasoning: tuple[str, str]
     schema: str | None = None
+    lenient: bool = False
 
     @property
     def wanted(self) -> list[Tool]:
@@ -221,7 +223,7 @@ def force_harmony(asked: Asked) -> Grammar | None:
     markers = "|".join(pattern(marker) for marker in (START, CHANNEL, END, CALL, RETURN))
     last, channels = "message", "analysis|commentary|final"
     if asked.schema is not None:
-        last, channels = f'{CHANNEL} "final" {MESSAGE} {json_answer(asked.schema)}', "analysis"
+        last, channels = f'{CHANNEL} "final" {MESSAGE} {json_answer(asked.schema, lenient=asked.lenient)}', "analysis"
     lines = [
         f'start: (message {END} {START} "assistant")* last',
         f"last: {last} | {CHANNEL} call",
@@ -253,7 +255,7 @@ def _alone(asked: Asked, calls: str) -> list[str]:
     """Calls without text around; where they are not required, reasoning that may be, then these or JSON of the schema."""
     if asked.required or asked.schema is None:
         return [f"start: {calls}"]
-    rest = f'rest: "\\n"? "\\n"? ({calls} | {json_answer(asked.schema)})'
+    rest = f'rest: "\\n"? "\\n"? ({calls} | {json_answer(asked.schema, lenient=asked.lenient)})'
     return [*_starts(asked.reasoning, endless=False), rest]
 
 

@@ -30,13 +30,14 @@ def json_value(schema: Mapping[str, Any], *, exact: bool) -> str:
         raise RequestError("the parameters of a tool are nested too deeply", param="tools") from error
 
 
-def json_answer(schema: str) -> str:
-    """JSON text that satisfies a schema, spaced as models like. schema: JSON text. Raises `RequestError`."""
+def json_answer(schema: str, *, lenient: bool) -> str:
+    """JSON text that satisfies a schema, or what the compiler knows of it, spaced as models like. schema: JSON text. Raises
+    `RequestError`."""
     try:
         read = json.loads(schema)
         if not isinstance(read, dict):
             raise RequestError("the JSON schema of the answer is no JSON object", param="grammar")
-        return f"%json {json.dumps({**read, 'x-guidance': _ANSWER_SPACING})}"
+        return f"%json {json.dumps({**read, 'x-guidance': {**_ANSWER_SPACING, 'lenient': lenient}})}"
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema of the answer cannot be read: {str(error)[:200]}", param="grammar") from error
 

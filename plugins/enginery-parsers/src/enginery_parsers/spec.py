@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -36,12 +36,11 @@ class _Force:
     ) -> Grammar | None:
         from enginery_parsers.forcing import FORCED_BY, Asked
 
-        schema = None
+        asked = Asked(tools=tools, name=name, parallel=parallel, required=required, reasoning=reasoning)
         if self.answer is not None:
             if self.answer.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
                 return None
-            schema = self.answer.source or '{"type": "object"}'
-        asked = Asked(tools=tools, name=name, parallel=parallel, required=required, reasoning=reasoning, schema=schema)
+            asked = replace(asked, schema=self.answer.source or '{"type": "object"}', lenient=self.answer.lenient)
         return FORCED_BY[self.parser](asked)
 
 

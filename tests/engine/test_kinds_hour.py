@@ -137,7 +137,7 @@ def test_a_kind_idles_where_more_than_three_tenths_are_free_while_the_other_give
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3-next", STATE), ("gpt-oss", WINDOW)])
 def test_a_simulated_minute_counts_each_page_once(hour: ModuleType, tmp_path: Path, name: str, kind: str) -> None:
-    run = next(run for run in hour.RUNS if run.name == name)._replace(rate=1.0, kv_gib=0.003)
+    run = next(run for run in hour.RUNS if run.name == name)._replace(rate=1.0, kv_gib=0.0025)
     told = hour.measured(run, 60, tmp_path / "seconds", simulated=True)
     lines = (tmp_path / "seconds").read_text().splitlines()
     assert len(lines) >= 55

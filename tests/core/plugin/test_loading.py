@@ -143,7 +143,9 @@ def test_a_plugin_whose_requirement_excludes_this_core_is_incompatible_and_never
     assert package not in sys.modules
 
 
-@pytest.mark.parametrize(("api", "fits"), [((2, 0), True), ((2, 1), False), ((3, 0), False), ((1, 0), False), ((1, 9), False)])
+@pytest.mark.parametrize(
+    ("api", "fits"), [((2, 0), True), ((2, 1), True), ((2, 2), False), ((3, 0), False), ((1, 0), False), ((1, 9), False)]
+)
 def test_a_contract_of_another_major_or_a_later_minor_is_incompatible_with_both_numbers(site, api, fits: bool) -> None:
     site.install("fa", site.backend("fa").replace("(2, 0)", str(api)))
     registry = load()
@@ -152,7 +154,7 @@ def test_a_contract_of_another_major_or_a_later_minor_is_incompatible_with_both_
         assert record.status is Status.LOADED
         return
     assert record.status is Status.INCOMPATIBLE
-    assert f"fa is written for attn-backend contract {api[0]}.{api[1]}, this core has 2.0" in record.reason
+    assert f"fa is written for attn-backend contract {api[0]}.{api[1]}, this core has 2.1" in record.reason
     assert registry.offers(AttnBackendSpec) == ()
 
 

@@ -277,6 +277,7 @@ def test_row_42_nothing_that_is_sent_begins_a_line_of_the_log_or_is_secret_in_it
     server.complete(prompt, max_tokens=1)
     server.http.post("/v1/completions%0aforged?api_key=hunter2", json={})
     server.http.get("/health/live?key=hunter2", headers={"Authorization": "Bearer hunter2"})
+    server.until(lambda: "\\nforged" in server.said())  # a line is written behind its answer
     said = server.said()
     assert prompt not in said
     assert "hunter2" not in said
@@ -289,7 +290,7 @@ def test_row_42_a_log_in_json_has_one_object_on_every_line_whatever_is_asked_for
         for path in ("/a%0ab", "/a%E2%80%A8b", "/a%C2%85b", "/a%C2%9B31mb", "/a%22,%22b"):
             assert server.http.get(path).status_code == 404
         server.complete("x", max_tokens=1)
-        server.until(lambda: '"/v1/completions"' in server.said())
+        server.until(lambda: (said := server.said()).count('"path"') >= 6 and said.endswith("\n"))
         lines = server.said().splitlines()  # at whatever ends a line
     asked = [told.get("path") for told in map(json.loads, lines)]
     assert {"/a\nb", "/a\u2028b", "/a\x85b", "/a\x9b31mb", '/a","b'} <= set(asked)

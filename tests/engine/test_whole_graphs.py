@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from unittest import mock
 
 import pytest
-import torch
+from engine.captured_backends import CapturedTorch
 from engine.test_graphs import AgainAndAgain
 from engine.test_piecewise_graphs import MOST_REQUESTS, with_pieces
 from pairwise import crossed, in_turn
@@ -15,62 +15,28 @@ from parity import test_gemma
 from parity.engine_driver import assert_greedy, generate
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
-from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, Phase, PlanKey, Unsupported, hookimpl
+from enginery.api import BackendContext, ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
 from enginery.plugin.registry import Registry
 from enginery.worker.paths import piecewise_graphs
-from enginery_attn_torch.backend import TorchAttention
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MixedPlan(ForwardPlan):
-    """now: the batch that runs, planned, in a list; none where it is captured."""
-
-    now: list[ForwardBatch]
-
-
-class MixedTorch(TorchAttention):
-    """What it captures runs the batch that it was last refreshed for. most_prompts: of a batch that there is room for."""
+class MixedTorch(CapturedTorch):
+    """most_prompts: of a batch that there is room for."""
 
     most_prompts = MOST_REQUESTS
 
     @hookimpl
     def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
         assert max_batch_size == MOST_REQUESTS
-        return True
-
-    @hookimpl
-    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
-        if not capture:
-            return super().plan_forward_metadata(batch, capture)
-        return MixedPlan(key=PlanKey.of(batch, self.backend_id, capture=True), now=[])
+        return super().init_mixed_graph_state(max_batch_size, max_num_tokens)
 
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
-        assert isinstance(plan, MixedPlan), "it was captured"
         assert batch.phase is Phase.MIXED
         assert batch.num_tokens == plan.key.num_tokens, "the rows of nobody are in it"
         if batch.num_requests - batch.num_decode_requests > self.most_prompts:
             raise Unsupported("too many prompts")
-        plan.now[:] = [batch.planned(super().plan_forward_metadata(batch, capture=False))]
-        return True
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        plan: ForwardPlan,
-        out: torch.Tensor,
-    ) -> None:
-        if not isinstance(plan, MixedPlan):
-            super().attend(q, k, v, layer, batch, plan, out)
-            return
-        out.zero_()
-        for now in plan.now:
-            assert now.plan is not None, "it is planned"
-            super().attend(q, k, v, layer, now, now.plan, out)
+        return super().refresh_graph_metadata(plan, batch)
 
 
 class TooFull(MixedTorch):

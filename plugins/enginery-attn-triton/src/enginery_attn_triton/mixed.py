@@ -15,9 +15,9 @@ import torch
 
 from enginery.api import ForwardBatch, Unsupported
 from enginery.kv.shared_prefixes import Ints
-from enginery_attn_triton.plan import Layout, Planner, Split, Tables, Tiles, TilesKey, fill, host_ints, tiles_of, used_pages
+from enginery_attn_triton.plan import Layout, Planner, Tables, Tiles, TilesKey, fill, host_ints, rows_at, tiles_of, used_pages
 from enginery_attn_triton.spec import MIXED_TABLE_BYTES
-from enginery_attn_triton.splitting import TileCutting, sharing, split_decoding, split_tiles
+from enginery_attn_triton.splitting import Cutting, TileCutting, sharing, split_decoding, split_tiles
 from enginery_attn_triton.tiling import DecodeCut, Tile, prefill_tile
 
 MOST_PROMPTS = 16  # of a step, each of which may begin a tile that it does not fill
@@ -71,28 +71,17 @@ class MixedState:
 
     def tables(self, num_rows: int) -> Tables:
         """What a plan of so many rows runs over."""
-
-        def rows(place: int, count: int, columns: int) -> torch.Tensor:
-            return self._buffer[place : place + count * columns].view(count, columns)
-
-        decode, most = {}, self._max_requests
-        for cut, (splits, tall, items) in zip(self._layout.cuts, self._layout.places, strict=True):
-            num_tall = cut.tall_room(most)
-            decode[cut] = Split(
-                items=rows(items, most + cut.room(most), 8),
-                splits=rows(splits, most, 2),
-                tall=rows(tall, num_tall, 8) if num_tall else None,
-                merged=cut.extra > 0 and not cut.is_one_tile,
-            )
         prefill = {
             key: Tiles(
-                table=rows(section.tiles, section.room(num_rows), 8),
+                table=rows_at(self._buffer, section.tiles, section.room(num_rows), 8),
                 tile=section.tile,
-                splits=rows(section.splits, num_rows, 2) if section.splits_keys(num_rows) else None,
+                splits=rows_at(self._buffer, section.splits, num_rows, 2) if section.splits_keys(num_rows) else None,
             )
             for key, section in self._sections.items()
         }
-        return Tables(decode=decode, prefill=prefill, pages=self._buffer[self._pages :])
+        return Tables(
+            decode=self._layout.splits(self._buffer, self._max_requests), prefill=prefill, pages=self._buffer[self._pages :]
+        )
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Upload what a batch reads, in one copy. Raises `Unsupported` for one that there is no room for."""
@@ -111,14 +100,11 @@ class MixedState:
             fill(values[section.tiles :], items, 8 * section.room(num_rows))
             fill(values[section.splits :], np.empty(0, dtype=np.int32) if splits is None else splits, 2 * num_rows)
         shared = sharing(table[:count], kv_lens[:count], page_size=page_size)
-        most = self._max_requests
-        for cut, (splits_place, tall_place, items_place) in zip(self._layout.cuts, self._layout.places, strict=True):
-            items, parts, num_tall = split_decoding(
-                kv_lens[:count], cut, columns=table.shape[1], page_size=page_size, shared=shared
-            )
-            fill(values[splits_place:], parts, 2 * most)
-            fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(most))
-            fill(values[items_place:], items[num_tall:], 8 * (most + cut.room(most)))
+
+        def cut_for(cut: DecodeCut) -> Cutting:
+            return split_decoding(kv_lens[:count], cut, columns=table.shape[1], page_size=page_size, shared=shared)
+
+        self._layout.fill(values, self._max_requests, cut_for)
         values[self._pages :].reshape(table.shape)[:] = table
         self._buffer[: len(values)].copy_(host, non_blocking=True)
 

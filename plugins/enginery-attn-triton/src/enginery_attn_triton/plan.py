@@ -8,7 +8,7 @@ Layers of one model differ in little, so most share their sections. B requests, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -144,6 +144,28 @@ class Layout(NamedTuple):
             size = items + 8 * (max_requests * cut.chunks + cut.extra)
         return cls(distinct, tuple(places), size)
 
+    def splits(self, buffer: torch.Tensor, num_requests: int, *, shares: bool = True) -> dict[DecodeCut, Split]:
+        """Of a captured plan for so many requests. shares: whether keys that requests share are read once."""
+        found = {}
+        for cut, (splits, tall, items) in zip(self.cuts, self.places, strict=True):
+            num_tall, chunks = cut.tall_room(num_requests) if shares else 0, num_requests * cut.chunks
+            found[cut] = Split(
+                items=rows_at(buffer, items, chunks + cut.room(chunks), 8),
+                splits=rows_at(buffer, splits, num_requests * cut.length, 2),
+                tall=rows_at(buffer, tall, num_tall, 8) if num_tall else None,
+                merged=cut.extra > 0 and not (shares and cut.is_one_tile),
+            )
+        return found
+
+    def fill(self, values: Ints, num_requests: int, cut_for: Callable[[DecodeCut], Cutting]) -> None:
+        """Write what there is of each cut; what else a captured plan for so many requests has room for is empty."""
+        for cut, (splits_place, tall_place, items_place) in zip(self.cuts, self.places, strict=True):
+            items, splits, num_tall = cut_for(cut)
+            chunks = num_requests * cut.chunks
+            fill(values[splits_place:], splits, 2 * num_requests * cut.length)
+            fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num_requests))
+            fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
+
 
 class GraphState:
     """The memory that captured plans of decoding steps point into; one of them is refreshed and replayed at a time.
@@ -174,20 +196,7 @@ class GraphState:
                 f"a batch of {num_requests} requests of {length} rows is to be captured, but init_graph_state was told "
                 f"{self.max_rows} rows, and requests have {MOST_ROWS} at the most"
             )
-
-        def rows(place: int, count: int, columns: int) -> torch.Tensor:
-            return self.buffer[place : place + count * columns].view(count, columns)
-
-        found = {}
-        layout = self.layouts[length]
-        for cut, (splits, tall, items) in zip(layout.cuts, layout.places, strict=True):
-            num_tall, chunks = cut.tall_room(num_requests) if shares else 0, num_requests * cut.chunks
-            found[cut] = Split(
-                items=rows(items, chunks + cut.room(chunks), 8),
-                splits=rows(splits, num_requests * length, 2),
-                tall=rows(tall, num_tall, 8) if num_tall else None,
-                merged=cut.extra > 0 and not (shares and cut.is_one_tile),
-            )
+        found = self.layouts[length].splits(self.buffer, num_requests, shares=shares)
         return Tables(decode=found, prefill={}, pages=self.buffer[self.table_place :])
 
     def refresh(self, batch: ForwardBatch, *, page_size: int) -> None:
@@ -202,13 +211,12 @@ class GraphState:
         shared = sharing(table, kv_lens, page_size=page_size) if is_plain else []
         host = host_ints(self.table_place + table.size, self.buffer.device)
         values, layout = host.numpy(), self.layouts[batch.decode_len]
-        for cut, (splits_place, tall_place, items_place) in zip(layout.cuts, layout.places, strict=True):
+
+        def cut_for(cut: DecodeCut) -> Cutting:
             known = cut if batch.kv_lens is None else without_window(cut)
-            items, splits, num_tall = self._recently_cut(known, kv_lens, table.shape[1], page_size=page_size, shared=shared)
-            chunks = num * cut.chunks
-            fill(values[splits_place:], splits, splits.size)
-            fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))
-            fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
+            return self._recently_cut(known, kv_lens, table.shape[1], page_size=page_size, shared=shared)
+
+        layout.fill(values, num, cut_for)
         values[self.table_place :].reshape(table.shape)[:] = table
         self.buffer[: len(values)].copy_(host, non_blocking=True)
 
@@ -220,6 +228,11 @@ class GraphState:
             recent = RecentCut(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
             self.recent[cut] = recent
         return recent.cutting
+
+
+def rows_at(buffer: torch.Tensor, place: int, count: int, columns: int) -> torch.Tensor:
+    """So many rows of a table, from this place on."""
+    return buffer[place : place + count * columns].view(count, columns)
 
 
 def fill(values: Ints, array: Ints, size: int) -> None:

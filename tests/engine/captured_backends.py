@@ -25,6 +25,7 @@ from enginery.api import (
     Phase,
     PlanKey,
     Routed,
+    StalePlan,
     StoredWeight,
     VerifyMask,
     covering_plan,
@@ -109,6 +110,8 @@ class CapturedTorch(TorchAttention):
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         table = batch.page_table_cpu
+        if plan.key.epoch != self.epoch:
+            raise StalePlan(f"{plan.key} was captured before init_graph_state, which was called again")
         if isinstance(plan, MixedPlan):
             ends, counts = batch.kv_lens_cpu.tolist(), batch.q_lens_cpu
             positions = [place for end, count in zip(ends, counts.tolist(), strict=True) for place in range(end - count, end)]

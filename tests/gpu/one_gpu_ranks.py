@@ -20,8 +20,9 @@ import torch
 
 from enginery.contracts.ops import PeerMemory
 from enginery.contracts.parallel import LaunchPlan, ParallelFacts
-from enginery.engine.ranks import process, ranks
+from enginery.engine.ranks import process
 from enginery.engine.ranks.local import LocalRanks
+from enginery.worker import device
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.gloo import Group, MeetingStore, Sending, Standing
 from enginery.worker.ranks.peers import Peers
@@ -92,7 +93,7 @@ def sharing() -> Iterator[None]:
         patch.dict(os.environ, {OVERLAPPING: "1"}),
         patch.object(groups, "DeviceGroup", OneGpuGroup),
         patch.object(Peers, "are_in_reach", lambda self: True),
-        patch.object(ranks, "devices_of_ranks", lambda asked, **_: ("cuda:0",) * asked.num_ranks),
+        patch.object(device, "devices_of_ranks", lambda asked, **_: ("cuda:0",) * asked.num_ranks),
     ):
         yield
 

@@ -192,8 +192,8 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
     captured, graphs = parts.captured, parts.captured.graphs
     if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
         graphs.captured.clear()  # the new ones are in their memory
-        speculation = graphs.steps.speculation._replace(forced=forced)
-        captured = captured._replace(graphs=graphs.build(dataclasses.replace(graphs.steps, speculation=speculation)))
+        steps = dataclasses.replace(graphs.steps, speculation=graphs.steps.speculation._replace(forced=forced))
+        captured = captured._replace(graphs=type(graphs)(steps))
     tables, model, siblings = PageTables(parts.step.pool.geometry), parts.draft_model, parts.choice.draft_siblings
     return Runner(parts.step, tables=tables, captured=captured, draft_model=model, forced=forced, siblings=siblings)
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu.one_gpu_ranks import sharing
 
 from enginery.config.resolve import DeviceFacts
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError, Unsupported
+from enginery.worker import device as device_module
 from enginery.worker.device import devices_of_ranks, of_one_rank, own_gpus
 from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.nccl import DeviceGroup
@@ -51,6 +53,12 @@ def test_each_rank_of_a_host_has_the_gpu_of_its_number(gpus: int, device: str, m
 def test_too_few_gpus_are_named_before_anything_starts(gpus: int, given: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         devices_of_ranks(asked(**given))
+
+
+def test_ranks_of_the_tests_on_one_gpu_share_it() -> None:
+    """What `gpu.one_gpu_ranks` replaces is there, which no test shows that runs without a GPU."""
+    with sharing():
+        assert device_module.devices_of_ranks(asked()) == ("cuda:0", "cuda:0")
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)

@@ -57,26 +57,23 @@ class DecodeGraphs:
     follows = True
 
     def __init__(self, steps: DecodeCapture) -> None:
-        self.steps, self.sizes, self.verified_rows = steps, graph_sizes(steps.most_rows), 0
+        """Captures the largest, as the others fit into its memory, and one that verifies, if anything guesses."""
+        self.steps, self.sizes = steps, graph_sizes(steps.most_rows)
         self.captured: dict[GraphKey, CapturedStep] = {}
         self._refused: set[GraphKey] = set()
         self._serves_drafts = steps.parts.feed.named.buffers.get(FEATURES, steps.speculation.hidden) is not None
         self._noted = False
+        self.provide(GraphKey(self.sizes[-1], 1, followed=False))
+        self.verified_rows = self.sizes[-1]
+        most_guesses = (min(steps.parts.feed.width, self.verified_rows) - 1) // (1 + steps.speculation.siblings)  # of one request
+        verifying = [key for key in self.waiting(lambda _: most_guesses) if key.length > 1]
+        if not verifying or not self.provide(verifying[-1]):
+            self.verified_rows = 0
 
     @classmethod
     def build(cls, steps: DecodeCapture) -> DecodeGraphs | None:
-        """With the largest graph, as the others fit into its memory, and one that verifies, if anything guesses. None, with the
-        reason in the log, where a backend has no `init_graph_state`."""
-        if not takes_graphs(steps.parts.relay, steps.most_rows, what="decoding"):
-            return None
-        graphs = cls(steps)
-        graphs.provide(GraphKey(graphs.sizes[-1], 1, followed=False))
-        graphs.verified_rows = graphs.sizes[-1]
-        most_guesses = (min(steps.parts.feed.width, graphs.verified_rows) - 1) // (1 + steps.speculation.siblings)  # of one request
-        verifying = [key for key in graphs.waiting(lambda _: most_guesses) if key.length > 1]
-        if not verifying or not graphs.provide(verifying[-1]):
-            graphs.verified_rows = 0
-        return graphs
+        """None, with the reason in the log, where a backend has no `init_graph_state`."""
+        return cls(steps) if takes_graphs(steps.parts.relay, steps.most_rows, what="decoding") else None
 
     def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
         """Steps without a graph that loads begin with: plain, before guesses, and with so many of each request; smallest first."""

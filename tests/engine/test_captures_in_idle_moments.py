@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.draft_models import SELVES, asking, assert_told
+from engine.draft_models import SELVES, asking, assert_told, branching
 from engine.rank_answers import PROMPTS, assert_equal
 from engine.rank_pair import request, serve
 from engine.test_cuda_paths import MESHES, by_itself, folder_of, on_cuda, options
@@ -197,18 +197,30 @@ def test_without_a_drafter_plain_steps_are_captured_and_no_others(registry: Regi
 
 
 @pytest.mark.parametrize(
-    ("guesses", "most_keys", "kinds"), [(False, 1000, (True,)), (False, 20, (True, False)), (True, 1000, (True, False))]
+    ("guesses", "most_keys", "kinds"),
+    [
+        *(("none", 1000, {(True, 1)}), ("none", 20, {(True, 1), (False, 1)})),
+        *(("chain", 1000, {(True, 1), (True, 4)}), ("comb", 1000, {(True, 1), (False, 1)})),
+    ],
 )
 def test_mixed_steps_are_captured_in_pieces_too_where_some_run_so(
-    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, guesses: bool, most_keys: int, kinds: tuple[bool, ...]
+    registry: Registry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    guesses: str,
+    most_keys: int,
+    kinds: set[tuple[bool, int]],
 ) -> None:
-    """They verify guesses, or prompts may be long."""
+    """They verify guesses that branch, or prompts may be long."""
     monkeypatch.setattr(capture, "MOST_KEYS", most_keys)
-    asked = by_itself(**SIZES) if guesses else options(model=folder_of(tmp_path, "llama"))
-    with on_cuda(asked, registry) as (engine, _):
+    asked = dataclasses.replace(by_itself(**SIZES), draft_length="3")
+    if guesses == "none":
+        asked = options(model=folder_of(tmp_path, "llama"))
+    with on_cuda(asked, branching(registry, "standalone") if guesses == "comb" else registry) as (engine, _):
         pieces = engine._runner.pieces
         assert pieces is not None
         while engine.prepare():
             pass
-        assert {key.whole for key in pieces._captured} == set(kinds)
-        assert not pieces.waiting
+        assert {(key.whole, key.length) for key in pieces._captured} == kinds
+        assert not pieces.waiting()

@@ -351,7 +351,7 @@ def assert_no_eager_guesses(drafts: DraftGraphs) -> None:
 
     def captured_alone(*given: object, **named: object) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(model, "step_batches", None)
+            patched.setattr(model, "go_on", None)
             return guess(*given, **named)  # type: ignore[arg-type]
 
     drafts.drafts = captured_alone  # type: ignore[method-assign]

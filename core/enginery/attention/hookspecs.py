@@ -21,8 +21,8 @@ class BackendHooks:
 
         capture: the plan will be captured in a graph, so what it points to must stay where it is; the batch is then one that only
         decodes or verifies, with `decode_len` rows of each request, or, after `init_mixed_graph_state`, a mixed one of so many rows
-        and no request yet. A plan that was made otherwise is never captured, nor is a captured one attended with after it was
-        refreshed.
+        and no request yet, whose decoding ones will have `decode_len` each (raise `Unsupported` if that is too many). A plan that
+        was made otherwise is never captured, nor is a captured one attended with after it was refreshed.
         """
 
     @hookspec(firstresult=True)

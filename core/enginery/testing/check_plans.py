@@ -30,10 +30,6 @@ _VERIFIED: Final = 3  # rows of a request that verifies drafts
 _LONGER: Final = 4  # keys of each, as far as the host knows, than there are
 _EXPECTED: Final = ((40, 1), (15, 2), (0, 30), (9, 700), (70, 60))  # keys before a row that decodes, and behind what is true
 _MIXED_ROWS: Final = (150, 70)  # the second is captured when tables of the first are full
-_MIXED_STEPS: Final = (
-    *(((5, 1), (40, 1), (0, 30), (17, 3)), ((700, 1), (300, 1), (300, 9)), ((400, 60),)),
-    *(((3, 1),) * _GRAPH_SIZE, ((0, 2),) * _GRAPH_SIZE, ((64, 1),)),
-)
 
 
 @rule(leaf_cases, "Return a frozen dataclass derived from ForwardPlan, with context.instance in its key.")
@@ -263,16 +259,15 @@ class CapturedCall:
 
 
 class MixedCall(CapturedCall):
-    """One layer of a captured step of `size` rows."""
+    """One layer of a captured step of `size` times `length` rows: `length` of each that decodes, prompts', the rest nobody's."""
 
     def padded(self, turns: Sequence[Turn]) -> ForwardBatch:
-        """With rows of nobody."""
-        batch = self.bench.batch(turns, Phase.MIXED)
-        return self.bench.pad(batch, requests=0, tokens=self.size - batch.num_tokens)
+        batch = dataclasses.replace(self.bench.batch(turns, Phase.MIXED), decode_len=self.length)
+        return self.bench.pad(batch, requests=0, tokens=self.size * self.length - batch.num_tokens)
 
     @property
     def name(self) -> str:
-        return f"{self.size} rows"
+        return f"{self.size * self.length} rows, {self.length} of each that decodes"
 
     def replay(self, turns: Sequence[Turn], batch: ForwardBatch | None = None) -> None:
         """Raises `BrokenRule` too if rows of nobody are not zero."""
@@ -292,11 +287,22 @@ def mixed_captured(subject: Subject, case: AttnCase) -> None:
     bench, sizes = Workbench(subject, case, num_tokens=4000, watched=False), {"max_batch_size": _GRAPH_SIZE}
     if not bench.relay.has("init_graph_state") or not bench.relay.ask(MIXED_GRAPHS, **sizes, max_num_tokens=_MIXED_ROWS[0]):
         raise SkippedCheck("it has no init_mixed_graph_state, or answers None")
-    for rows in _MIXED_ROWS:
-        step = MixedCall(bench, CudaCapture(subject.device), size=rows)
-        for turns in (*_MIXED_STEPS, ((0, rows),)):
+    for size, length in (*((rows, 1) for rows in _MIXED_ROWS), (_MIXED_ROWS[-1] // _VERIFIED, _VERIFIED)):
+        try:
+            step = MixedCall(bench, CudaCapture(subject.device), size=size, length=length)
+        except Unsupported:
+            if length == 1:
+                raise
+            return
+        for turns in _mixed_steps(size * length, each=length):
             bench.forget()
             step.replay(bench.turns(turns))
+
+
+def _mixed_steps(num_rows: int, *, each: int) -> Sequence[Sequence[tuple[int, int]]]:
+    """Cached and new tokens of requests, no more than so many new ones. each: rows of one that decodes."""
+    long = ((5, each), (40, each), (0, 30), (17, 3)), ((700, each), (300, each), (300, 9)), ((400, 60),)
+    return (*long, ((3, each),) * _GRAPH_SIZE, ((0, 2),) * _GRAPH_SIZE, ((64, each),), ((0, num_rows),))
 
 
 def _bench_of(subject: Subject, case: AttnCase, capture: Capture, *, most_rows: int) -> Workbench:

@@ -96,8 +96,7 @@ class Runner:
             if graphs is not None and (keys := graphs.waiting(num_guesses)):
                 graphs.provide(keys[0])
                 return True
-            if pieces is not None and (missing := pieces.waiting):
-                pieces.provide(missing[0])
+            if pieces is not None and pieces.prepare(num_guesses, siblings=self._siblings):
                 return True
         except torch.OutOfMemoryError as error:  # steps go on: what one needs is captured then, or it fails alone
             self._is_full = True
@@ -274,7 +273,6 @@ class Runner:
             model.miss(step)
             return None
         assert tokens is not None, "a step that a draft model follows tells its tokens"
-        assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
         draws = self._draws(step, sampling)
@@ -286,7 +284,8 @@ class Runner:
             features = features[: batch.num_tokens]
             if path is not None:
                 step, batch, features, told = straightened(step, batch, path=path, features=features, tokens=told)
-            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
+            go_on = (graphs or model).go_on
+            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=tables, go_on=go_on)
         if model.knows_lengths:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())

@@ -42,14 +42,18 @@ def bench_of(facts: AttnLayerFacts, *, most_rows: int) -> Workbench:
     return bench
 
 
-def nobody(bench: Workbench, num_rows: int):
-    return bench.pad(bench.batch([], Phase.MIXED), requests=0, tokens=num_rows)
+def padded(bench: Workbench, turns, num_rows: int, *, length: int = 1):
+    batch = dataclasses.replace(bench.batch(turns, Phase.MIXED), decode_len=length)
+    return bench.pad(batch, requests=0, tokens=num_rows - batch.num_tokens)
+
+
+def nobody(bench: Workbench, num_rows: int, *, length: int = 1):
+    return padded(bench, [], num_rows, length=length)
 
 
 def mixed_step(bench: Workbench, steps):
     """Of 64 rows."""
-    batch = bench.batch(bench.turns(steps), Phase.MIXED)
-    return bench.pad(batch, requests=0, tokens=64 - batch.num_tokens)
+    return padded(bench, bench.turns(steps), 64)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -58,24 +62,25 @@ def mixed_step(bench: Workbench, steps):
     [PLAIN, dataclasses.replace(PLAIN, sliding_window=40), dataclasses.replace(PLAIN, sinks=True), LATENT],
     ids=["plain", "window", "sinks", "latents"],
 )
-def test_a_captured_plan_serves_steps_of_any_requests(facts: AttnLayerFacts) -> None:
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_captured_plan_serves_steps_of_any_requests(facts: AttnLayerFacts, length: int) -> None:
+    """length: rows of each that decodes; where there are several, drafts are verified."""
     bench = bench_of(facts, most_rows=160)
     for num_rows, steps in ((160, STEPS[:1]), (40, STEPS)):  # the smaller is planned when tables of the larger are full
-        captured = bench.relay.plan(nobody(bench, num_rows), capture=True)
+        captured = bench.relay.plan(nobody(bench, num_rows, length=length), capture=True)
         assert captured.plan is not None
         whole = bench.guarded_out(num_rows)
         bench.call_leaf(bench.inputs([], num_rows), captured, captured.plan, whole[1:-1])
         assert not whole[1:-1].any(), "as it is captured, all rows are nobody's"
         for cached_and_new in (*steps, ((0, num_rows),)):
             bench.forget()
-            turns = bench.turns(cached_and_new)
-            batch = bench.batch(turns, Phase.MIXED)
-            bench.relay.refresh(captured.plan, bench.pad(batch, requests=0, tokens=num_rows - batch.num_tokens))
+            turns = bench.turns([(cached, length if new == 1 else new) for cached, new in cached_and_new])
+            bench.relay.refresh(captured.plan, padded(bench, turns, num_rows, length=length))
             whole = bench.guarded_out(num_rows)
             bench.call_leaf(bench.inputs(turns, num_rows), captured, captured.plan, whole[1:-1])
             found, expected = bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns]
             compare(found, expected, dtype=bench.case.dtype, leeway=1.0, what=f"{cached_and_new} in {num_rows} rows")
-            assert not whole[1 + batch.num_tokens : -1].any(), "rows of nobody are zero"
+            assert not whole[1 + sum(turn.new for turn in turns) : -1].any(), "rows of nobody are zero"
 
 
 @pytest.mark.usefixtures("interpreter")

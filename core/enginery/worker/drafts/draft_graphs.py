@@ -27,12 +27,13 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
 from enginery.speculate.combs import num_verified
-from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
+from enginery.worker.drafts.draft_model import Ahead, DraftModel, Followed, OneStep, one_each
 from enginery.worker.drafts.draws import DRAW_KINDS, CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.layout import grown
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, NumGuesses, Replayable
+from enginery.worker.paths.decode_graphs import graph_sizes
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Agreement
@@ -95,6 +96,17 @@ class DraftGraphs:
             return self.ids[:count]
         found = self._steps_of(captured.batch.num_requests, num_steps, draws.kind)
         return first_rows(self._guess(found, model.ahead(step, tables), draws), count)
+
+    def go_on(self, behind: Followed, num_steps: int, draws: GuessDraws) -> torch.Tensor:
+        """As `GoOn`, where no graph follows: behind steps of prompts. Eagerly for more requests than there is room for."""
+        if (count := len(behind.right)) > len(self.state):
+            return self._model.go_on(behind, num_steps, draws)
+        self.behind[:count].copy_(behind.right)
+        self.ids[:count].copy_(behind.made[-1])
+        if behind.state is not None:
+            self.state[:count].copy_(behind.state)
+        size = next(size for size in graph_sizes(len(self.state)) if size >= count)
+        return first_rows(self._guess(self._steps_of(size, num_steps, draws.kind), behind.ahead, draws), count)
 
     @torch.inference_mode()
     def prepare(self, captured: Iterable[CapturedStep], num_guesses: NumGuesses) -> bool:

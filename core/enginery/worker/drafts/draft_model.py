@@ -29,7 +29,7 @@ W places of a window, 1 + n tokens of a guess and beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,19 @@ class Ahead(NamedTuple):
     window: np.ndarray
     table: np.ndarray
     longest: np.ndarray
+
+
+class Followed(NamedTuple):
+    """What to guess on from. right: [S], drafts that were. made: of each module a guess, [S, 1 + n], or the last told token alone.
+    state: what the last of these stands on, [S, C']; None where tokens alone are taken."""
+
+    ahead: Ahead
+    right: Tensor
+    made: list[Tensor]
+    state: Tensor | None
+
+
+GoOn = Callable[[Followed, int, GuessDraws], Tensor]  # in so many steps; what `DraftModel.drafts` returns
 
 
 class OneStep(NamedTuple):
@@ -132,17 +145,18 @@ class DraftModel:
         accepted: Tensor | None,
         draws: GuessDraws,
         tables: PageTables,
+        go_on: GoOn,
     ) -> Tensor:
         """Guesses at what follows the last told token of each item that samples: [S, d * (1 + n)] int64, device, see `combs`.
 
         batch: the step's, with all of its input tokens. features: [T, F * C], of the target. tokens: [R], what was sampled.
-        accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen.
+        accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen. go_on: by what.
         """
         counts, device = step.sampled_rows, tokens.device
         begins, firsts = _firsts(step)
         right = torch.zeros(len(counts), dtype=torch.int64, device=device) if accepted is None else accepted
         ahead = self.ahead(step, tables)
-        uploaded = to_device(torch.from_numpy(np.concatenate((np.stack((begins, firsts, ahead.at)), ahead.window))), device)
+        uploaded = to_device(torch.from_numpy(np.stack((begins, firsts, ahead.at))), device)
         told, at = tokens.index_select(0, uploaded[0] + right), uploaded[2]
         state: Tensor | None = None
         guesses = list[Tensor]()
@@ -158,9 +172,7 @@ class DraftModel:
         else:
             self.follow(self.relay.plan(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
         if len(counts) and len(guesses) < step.draft_len:  # not of one that reads
-            batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
-            first, ids = at + right + 1 + len(guesses), guesses[-1][:, 0] if guesses else told
-            guesses += self.steps(batches, ids, state, first=first, choose=draws.choose)
+            return go_on(Followed(ahead, right, guesses or [told[:, None]], state), step.draft_len - len(guesses), draws)
         return verified_order(guesses) if guesses else told.new_empty(len(counts), 0)
 
     def _sampled_rows(self, step: StepInput, rows: FollowedRows, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,11 +215,16 @@ class DraftModel:
         torch.add(at, behind, out=steps.positions).clamp_(max=self._max_positions - 1)
         torch.add(steps.positions, 1, out=steps.kv_lens)
 
-    def step_batches(self, ahead: Ahead, at: Tensor, *, window: Tensor, right: Tensor, count: int) -> list[ForwardBatch]:
-        steps = OneStep.of(count, len(at), at.device)
-        self.place(steps, at, window, right)
-        batches = [one_each(ahead, one, knows_lengths=self.knows_lengths) for one in map(OneStep, *steps)]
-        return self.relay.plan_steps(batches)
+    def go_on(self, behind: Followed, num_steps: int, draws: GuessDraws) -> Tensor:
+        """As `GoOn`, one step after the other."""
+        ahead, right, made, state = behind
+        uploaded = to_device(torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))), right.device)
+        at, guesses = uploaded[0], made if self.takes_features else []
+        steps = OneStep.of(num_steps, len(at), at.device)
+        self.place(steps, at, uploaded[1:], right)
+        batches = self.relay.plan_steps([one_each(ahead, one, knows_lengths=self.knows_lengths) for one in map(OneStep, *steps)])
+        first = at + right + 1 + len(guesses)
+        return verified_order([*guesses, *self.steps(batches, made[-1][:, 0], state, first=first, choose=draws.choose)])
 
     def steps(
         self, batches: Sequence[ForwardBatch], ids: Tensor, state: Tensor | None, *, first: Tensor, choose: Choose

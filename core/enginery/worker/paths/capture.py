@@ -159,8 +159,8 @@ def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) ->
         capture=CudaPiecewiseCapture(capture),
         whole=capture,
         most_requests=choice.settings.max_graph_requests,
-        in_pieces_too=choice.drafter is not None or choice.settings.max_model_len > MOST_KEYS,
+        in_pieces_too=choice.draft_siblings > 0 or choice.settings.max_model_len > MOST_KEYS,
     )
-    for key in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
+    for key in reversed(pieces.waiting()) if choice.parallel.num_ranks > 1 else ():
         pieces.provide(key)
     return pieces

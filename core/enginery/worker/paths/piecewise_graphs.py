@@ -12,6 +12,7 @@ through a `LayerSocket`, where one graph ends and the next begins.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +27,13 @@ from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
-from enginery.worker.paths.captured_step import Capture, Replayable
+from enginery.worker.paths.captured_step import Capture, NumGuesses, Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture, keeping_garbage
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
 from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
+_LOADS: Final = (1, 4, 16, 64)  # requests, each of which begins with as many guesses as pay for so many
 MOST_KEYS: Final = 8192  # of a prompt; attention of more takes the device longer than its launches take the host
 
 
@@ -110,10 +112,11 @@ class _Memory:
 
 
 class PieceKey(NamedTuple):
-    """Of what is captured: rows, and whether attention is."""
+    """Of what is captured: rows, and whether attention is, with how many rows of each request that decodes."""
 
     size: int
     whole: bool
+    length: int = 1
 
 
 class _Captured(NamedTuple):
@@ -139,7 +142,7 @@ class PiecewiseGraphs:
     ) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs.
         whole: captures steps with their attention, of up to so many requests, where backends can be. in_pieces_too: some steps run
-        in pieces anyway: they verify guesses, or prompts are long."""
+        in pieces anyway: they verify guesses that branch, or prompts are long."""
         self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
         self.geometry, self.hidden = parts.pool.geometry, hidden
         self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
@@ -147,25 +150,38 @@ class PiecewiseGraphs:
         self._capture_whole = whole if done else None
         self._kinds = (False,) if not done else (True, False) if in_pieces_too else (True,)
         self._captured: dict[PieceKey, _Captured] = {}
+        self._refused: set[int] = set()  # numbers of rows of a request that decodes
         self.provide(PieceKey(self.sizes[-1], self._kinds[0]))
 
-    @property
-    def waiting(self) -> list[PieceKey]:
-        """What loads begin with that is not captured, the smallest first."""
-        keys = [PieceKey(size, whole) for whole in self._kinds for size in self.sizes]
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[PieceKey]:
+        """What loads begin with that is not captured, the smallest first. num_guesses: of requests that verify in a chain."""
+        guesses = [0] if num_guesses is None else sorted({0, *map(num_guesses, _LOADS)})
+        lengths = {True: [1 + count for count in guesses if 1 + count not in self._refused], False: [1]}
+        keys = [PieceKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
         return [key for key in keys if key not in self._captured]
+
+    def prepare(self, num_guesses: NumGuesses, *, siblings: int) -> bool:
+        """Capture one more of these; False: all are there. siblings: beside each guess; steps that verify those run in pieces."""
+        for key in self.waiting(None if siblings else num_guesses):
+            with contextlib.suppress(Unsupported):
+                return self.provide(key) is not None
+        return False
 
     @torch.inference_mode()
     def provide(self, key: PieceKey) -> _Captured:
-        """What is captured, now if it was not yet. That takes as long as two or three eager steps."""
+        """What is captured, now if it was not yet, for as long as two or three eager steps. Raises `Unsupported` if backends do."""
         if key in self._captured:
             return self._captured[key]
-        batch = self.feed.named.with_inputs(no_requests(self.geometry))
+        batch = self.feed.named.with_inputs(no_requests(self.geometry, key.length))
         batch = pad(batch, num_requests=0, num_tokens=key.size, geometry=self.geometry)
         packed = torch.stack([*token_fields(batch), torch.full((key.size,), KNOWN)]).to(self.feed.device)
         batch = self.feed.named.placed(with_token_fields(batch, iter(packed)))
         if key.whole:
-            batch = self._parts.relay.plan(renewed(batch, phase=Phase.MIXED), capture=True)
+            try:
+                batch = self._parts.relay.plan(renewed(batch, phase=Phase.MIXED), capture=True)
+            except Unsupported:
+                self._refused.add(key.length)
+                raise
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-1], out=batch.input_ids)
@@ -184,14 +200,15 @@ class PiecewiseGraphs:
         """Replay what the step's size has: one graph, or pieces around attention; they are captured first if they are not yet."""
         if self._capture_whole is not None and self._may_be_whole(step, batch):
             try:
-                return self._replay(self.provide(PieceKey(step.run.size, whole=True)), step, batch)
+                return self._replay(self.provide(PieceKey(step.run.size, True, step.decode_len)), step, batch)
             except Unsupported as error:
                 _log.debug("attention runs between graphs: %s", error)
         return self._replay(self.provide(PieceKey(step.run.size, whole=False)), step, batch)
 
     def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
         prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]
-        return not step.verifies and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
+        is_known = not step.parents and step.decode_len not in self._refused
+        return is_known and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
 
     def _replay(self, captured: _Captured, step: StepInput, batch: ForwardBatch) -> Forwarded:
         relay, (first, *others), plan = self._parts.relay, captured.pieces.graphs, captured.batch.plan

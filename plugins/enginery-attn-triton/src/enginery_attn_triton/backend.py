@@ -58,8 +58,9 @@ class TritonAttention:
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts, trees=self._room_for_trees(batch))
         if self.mixed is not None and batch.phase is Phase.MIXED:
+            tables = self.mixed.tables(batch.num_tokens, batch.decode_len)
             self.mixed.refresh(batch)
-            return TritonPlan(key=key, tables=self.mixed.tables(batch.num_tokens), parts=parts)
+            return TritonPlan(key=key, tables=tables, parts=parts)
         if self.graphs is None:
             raise Unsupported(f"{self.backend_id} captures steps after init_graph_state, which was not called")
         tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)

@@ -16,6 +16,7 @@ from parity.engine_driver import assert_greedy, generate
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
 from enginery.api import BackendContext, ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
+from enginery.attention import latent
 from enginery.plugin.registry import Registry
 from enginery.worker.paths import piecewise_graphs
 
@@ -94,12 +95,22 @@ def test_where_some_steps_run_in_pieces_these_are_captured_too(write_oracle: Cal
     assert (whole.num_captured, pieces.num_captured) == (4, 4)
 
 
-def test_where_prompts_are_planned_in_pieces_attention_stays_outside(
-    write_oracle: Callable[..., Oracle], registry: Registry
+@pytest.mark.parametrize(
+    ("asked", "most_absorbed", "absorbs"),
+    [("auto", 1000, True), ("absorbed", 1000, True), ("auto", 4, False), ("chunked", 1000, False)],
+)
+def test_prompts_of_latents_are_absorbed_within_a_graph_unless_they_are_long_or_another_way_is_asked_for(
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    asked: str,
+    most_absorbed: int,
+    absorbs: bool,
 ) -> None:
-    oracle = write_oracle("deepseek-v2", (FAMILIES | EXPERT_FAMILIES)["deepseek-v2"])
-    whole = AgainAndAgain()
-    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, dtype="float32")
+    monkeypatch.setattr(latent, "_MOST_ABSORBED", most_absorbed)
+    oracle, whole = write_oracle("deepseek-v2", (FAMILIES | EXPERT_FAMILIES)["deepseek-v2"]), AgainAndAgain()
+    engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, dtype="float32", mla_prefill=asked)
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
-    assert whole.num_captured == 0
-    assert pieces.num_replayed > 0
+    assert (whole.num_replayed > 0) == absorbs
+    assert (pieces.num_replayed > 0) == (not absorbs)

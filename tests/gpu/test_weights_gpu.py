@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def test_the_device_holds_the_weights_and_what_is_being_converted(tmp_path: Path
     record = WeightRecord(torch.bfloat16)
     for name, weight in weights.items():
         record.tensor(piece(name, weight.shape, torch.bfloat16))
+    gc.collect()  # engines of other tests
     torch.cuda.empty_cache()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()

@@ -105,9 +105,9 @@ class Cut(NamedTuple):
     batch: ForwardBatch
 
 
-def cut_by_phase(batch: ForwardBatch) -> list[Cut]:
-    """Of a mixed batch the requests at its front, which decode or verify, and the rest; of any other all."""
-    if batch.phase is not Phase.MIXED:
+def cut_by_phase(batch: ForwardBatch, *, capture: bool = False) -> list[Cut]:
+    """Of a mixed batch the requests at its front, which decode or verify, and the rest; of any other, or if it is captured, all."""
+    if batch.phase is not Phase.MIXED or capture:
         return [Cut(None, None, batch)]
     count, first = batch.num_decode_requests, Phase.DECODE if batch.decode_len == 1 else Phase.VERIFY
     return cut_at(batch, count, count * batch.decode_len, (first, Phase.PREFILL))

@@ -7,7 +7,7 @@ from typing import Final
 
 from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, Part
-from enginery.attention.relay import BackendRelay
+from enginery.attention.relay import MIXED_GRAPHS, BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.plugin.hookspecs import hookimpl
 
@@ -38,14 +38,11 @@ class PhaseSplit(Composite):
     def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
         """What is captured of these is all of the child that decodes."""
         asked = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
-        done: bool | None = self.children[_DECODE].ask("init_mixed_graph_state", **asked)
-        return done
+        return self.children[_DECODE].ask(MIXED_GRAPHS, **asked)  # type: ignore[no-any-return]
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """One part, or of a mixed batch that is not captured the decoding requests at its front and the rest."""
-        if capture and batch.phase is Phase.MIXED:
-            yield Part(child=_DECODE, rows=None, batch=batch)
-            return
-        for cut in cut_by_phase(batch):
-            child = self.serving_phase(cut.batch.phase)[-1 if cut.batch.num_requests == 1 else 0]
+        for cut in cut_by_phase(batch, capture=capture):
+            serving = self.serving_phase(cut.batch.phase)
+            child = _DECODE if cut.batch.phase is Phase.MIXED else serving[-1 if cut.batch.num_requests == 1 else 0]
             yield Part(child=child, rows=cut.rows, requests=cut.requests, batch=cut.batch)

@@ -152,6 +152,7 @@ def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> 
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
+    latent = any(layer.latent is not None for layer in parts.pool.geometry.layers)
     hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
     pieces = PiecewiseGraphs(
         parts,
@@ -159,7 +160,7 @@ def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) ->
         capture=CudaPiecewiseCapture(capture),
         whole=capture,
         most_requests=choice.settings.max_graph_requests,
-        in_pieces_too=choice.draft_siblings > 0 or choice.settings.max_model_len > MOST_KEYS,
+        in_pieces_too=latent or choice.draft_siblings > 0 or choice.settings.max_model_len > MOST_KEYS,
     )
     for key in reversed(pieces.waiting()) if choice.parallel.num_ranks > 1 else ():
         pieces.provide(key)

@@ -164,6 +164,9 @@ def test_what_is_no_prompt_or_no_params_is_refused_before_a_stream_begins(echo: 
     with llm(echo) as model:
         with pytest.raises(RequestError, match="neither text nor a list"):
             model.stream([1.5])
+        for messages in ([{"role": "user", "content": "a"}], {"role": "user", "content": "a"}):
+            with pytest.raises(RequestError, match=r"token ids; LLM\.chat takes messages$"):
+                model.generate(messages)
         with pytest.raises(RequestError, match="must be SamplingParams"):
             model.stream([1], {"max_tokens": 3})
         stream = model.stream([1], ENDLESS)

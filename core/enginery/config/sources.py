@@ -62,6 +62,8 @@ def instead_of(name: str, value: object, known: Collection[str], write: Callable
 
     write: as its source writes what Python writes as NAME or NAME=False.
     """
+    if name == "option":  # as the flag is called
+        return f"; here it is {write('plugin_options')}"
     others, flag, is_on = flags_of_others(), name.replace("_", "-"), str(value).lower() not in ("false", "0")
     if not is_on and f"--no-{flag}" in others:
         flag, is_on = f"no-{flag}", True

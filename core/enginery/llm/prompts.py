@@ -94,7 +94,8 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts are {prompts!r}, but must be texts or lists of token ids", param="prompt")
+        hint = "; LLM.chat takes messages" if isinstance(prompts, Mapping) else ""
+        raise RequestError(f"prompts are {prompts!r:.80}, but must be texts or lists of token ids{hint}", param="prompt")
     batch: list[object] = list(prompts)
     if batch and _is_whole(batch[0]):  # it is one prompt of token ids
         batch = [batch]
@@ -132,7 +133,8 @@ def _token_ids(prompt: object) -> tuple[int, ...]:
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids
     if not all(map(_is_whole, ids)):
-        raise RequestError(f"the prompt {prompt!r:.80} is neither text nor a list of token ids", param="prompt")
+        hint = "; LLM.chat takes messages" if any(isinstance(each, Mapping) for each in (prompt, *ids)) else ""
+        raise RequestError(f"the prompt {prompt!r:.80} is neither text nor a list of token ids{hint}", param="prompt")
     return tuple(map(operator.index, ids))
 
 

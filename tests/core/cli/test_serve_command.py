@@ -180,6 +180,7 @@ def test_both_kinds_of_settings_are_in_one_file(served, tmp_path) -> None:
             'uvicorn_log_level = "info"',
             "server.toml has the key 'uvicorn_log_level', and there is no such setting; here it is log_level$",
         ),
+        ('option = ["eagle.trees=true"]', "there is no such setting; here it is plugin_options$"),
         ("data_parallel_size = 2", "that is dp, engines behind one server$"),
         ("port = 90000", r"port in .*server.toml is 90000: .*65535"),
         ('port = "9000"', "port in .*server.toml is '9000'.*int"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from enginery.api import RecordCalls, only_torch
 from enginery.cli.main import build_app
-from enginery.errors import PluginError
+from enginery.errors import ConfigError, PluginError
 from enginery.testing.kits.checks import run_checks
 from enginery.testing.kits.ops import OpSuite, op_checks_of_spec
 
@@ -21,6 +21,9 @@ def test_the_command_prints_the_report_and_its_exit_status_follows() -> None:
     assert done.exit_code == 0, done.output
     assert {row["outcome"] for row in json.loads(done.stdout)["rows"]} == {"passed"}
     assert CliRunner().invoke(build_app(), ["test-op", "cpu", "-k", "no such words"]).exit_code == 1
+    strange = CliRunner().invoke(build_app(), ["test-op", "cpu", "--dtype", "int8"])
+    assert isinstance(strange.exception, ConfigError)
+    assert str(strange.exception) == "the dtype is int8, but must be one of float32, bfloat16, float16"
     unknown = CliRunner().invoke(build_app(), ["test-op", "cpuu"])
     assert isinstance(unknown.exception, PluginError)
     assert "did you mean cpu" in str(unknown.exception)

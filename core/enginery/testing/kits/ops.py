@@ -14,7 +14,7 @@ import torch
 
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.versions import HookGroup
-from enginery.errors import Unsupported
+from enginery.errors import ConfigError, Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.nn.op_cases import OP_CASES, OpCase, Results, results_of, stored_cases
 from enginery.nn.reference_ops import reference_ops
@@ -46,6 +46,8 @@ def op_checks_of_spec(spec: OpSpec, *, device: str = "cpu", dtypes: Sequence[str
 
 def checks_of_ops(offer: Offer[OpSpec], *, device: torch.device, dtypes: Sequence[str] = DTYPES) -> list[KitCheck]:
     """A check for each dtype that is not refused, operation and case, and one for what is loaded. Raises `Unsupported`."""
+    if unknown := set(dtypes) - set(DTYPES):
+        raise ConfigError(f"the dtype is {' and '.join(sorted(unknown))}, but must be one of {', '.join(DTYPES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     needs = {each: OpNeeds(device=device.type, dtype=each, compute_capability=capability) for each in dtypes}
     refused = {dtype: refusals(offer, each) for dtype, each in needs.items()}

@@ -85,5 +85,13 @@ def not_found(what: str, name: str, known: Iterable[str], records: Iterable[Plug
 
 
 def absent_plugins(records: Iterable[PluginRecord]) -> list[str]:
-    """A sentence for each plugin that is installed but not live."""
-    return [f"{record} might offer it but is {record.status}: {record.reason}" for record in records if not record.is_live]
+    """A sentence for those plugins that are installed but for one reason not live."""
+    by_reason: dict[str, list[PluginRecord]] = {}
+    for record in records:
+        if not record.is_live:
+            by_reason.setdefault(f"{record.status}: {record.reason}", []).append(record)
+    said = []
+    for why, (first, *others) in by_reason.items():
+        many = f"plugins {', '.join(record.name for record in (first, *others))}"
+        said.append(f"{many} might offer it but are {why}" if others else f"{first} might offer it but is {why}")
+    return said

@@ -23,7 +23,7 @@ from enginery.api import (
 )
 from enginery.contracts.ops import OpSpec
 from enginery.plugin.boundary import guarded_policy
-from enginery.plugin.records import Offer, PluginRecord, Status
+from enginery.plugin.records import Offer, PluginRecord, Status, absent_plugins
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import select, select_ops, weigh, weigh_ops
 from enginery.worker.needs import by_phase
@@ -100,6 +100,14 @@ def test_an_unknown_name_lists_near_matches_and_the_plugins_that_might_have_had_
         select("flsh", NEEDS, [offer("flash")], [broken("flsh3")])
     assert "there is no attention backend 'flsh'; did you mean flash?" in str(caught.value)
     assert "plugin flsh3 (d-flsh3==2) might offer it but is broken: no wheel for this Python" in str(caught.value)
+
+
+def test_plugins_that_are_absent_for_one_reason_are_one_line() -> None:
+    rows = [broken("a"), replace(broken("b"), reason="its module has an error"), broken("c")]
+    assert absent_plugins(rows) == [
+        "plugins a, c might offer it but are broken: no wheel for this Python",
+        "plugin b (d-b==2) might offer it but is broken: its module has an error",
+    ]
 
 
 def test_when_all_refuse_every_ones_reasons_are_listed() -> None:

@@ -33,7 +33,9 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def op_checks(name: str, registry: Registry, *, device: str = "cpu", dtypes: Sequence[str] = DTYPES) -> list[KitCheck]:
-    """The checks of the set of operations `name`. Raises `PluginError` for an unknown name, `Unsupported` if it refuses it all."""
+    """The checks of the set `name`. Raises `PluginError` for an unknown name, `ConfigError` for dtypes, `Unsupported` from it."""
+    if unknown := set(dtypes) - set(DTYPES):
+        raise ConfigError(f"the dtype is {' and '.join(sorted(unknown))}, but must be one of {', '.join(DTYPES)}")
     offer = registry.named(OpSpec, name, "set of operations")
     return checks_of_ops(offer, device=torch.device(device), dtypes=dtypes)
 
@@ -46,8 +48,6 @@ def op_checks_of_spec(spec: OpSpec, *, device: str = "cpu", dtypes: Sequence[str
 
 def checks_of_ops(offer: Offer[OpSpec], *, device: torch.device, dtypes: Sequence[str] = DTYPES) -> list[KitCheck]:
     """A check for each dtype that is not refused, operation and case, and one for what is loaded. Raises `Unsupported`."""
-    if unknown := set(dtypes) - set(DTYPES):
-        raise ConfigError(f"the dtype is {' and '.join(sorted(unknown))}, but must be one of {', '.join(DTYPES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     needs = {each: OpNeeds(device=device.type, dtype=each, compute_capability=capability) for each in dtypes}
     refused = {dtype: refusals(offer, each) for dtype, each in needs.items()}

@@ -207,8 +207,8 @@ class PiecewiseGraphs:
 
     def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
         prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]
-        is_known = not step.parents and step.decode_len not in self._refused
-        return is_known and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
+        in_chains = not step.parents and step.decode_len not in self._refused
+        return in_chains and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
 
     def _replay(self, captured: _Captured, step: StepInput, batch: ForwardBatch) -> Forwarded:
         relay, (first, *others), plan = self._parts.relay, captured.pieces.graphs, captured.batch.plan

@@ -114,5 +114,5 @@ def test_a_plan_of_before_the_memory_was_taken_anew_is_stale() -> None:
     captured = bench.relay.plan(nobody(bench, 64), capture=True)
     assert captured.plan is not None
     bench.relay.ask("init_mixed_graph_state", max_batch_size=MOST_REQUESTS, max_num_tokens=64)
-    with pytest.raises(StalePlan):
+    with pytest.raises(StalePlan, match="memory of before it was taken anew, which is epoch 1"):
         bench.relay.refresh(captured.plan, nobody(bench, 64))

@@ -120,10 +120,12 @@ class TritonAttention:
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         """Upload this batch's tables to where the captured plan has them."""
-        if self.mixed is not None and plan.key.epoch == self.epoch and plan.key.phase is Phase.MIXED:
+        if plan.key.epoch != self.epoch:
+            raise StalePlan(f"the plan for {plan.key} points to memory of before it was taken anew, which is epoch {self.epoch}")
+        if self.mixed is not None and plan.key.phase is Phase.MIXED:
             self.mixed.refresh(batch)
             return True
-        if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
+        if self.graphs is None or plan.key.num_requests != batch.num_requests:
             raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
         return True

@@ -23,7 +23,7 @@ from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts import parts
-from enginery.worker.paths import capture
+from enginery.worker.paths import piecewise_graphs
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
 
@@ -201,6 +201,7 @@ def test_without_a_drafter_plain_steps_are_captured_and_no_others(registry: Regi
     [
         *(("none", 1000, {(True, 1)}), ("none", 20, {(True, 1), (False, 1)})),
         *(("chain", 1000, {(True, 1), (True, 4)}), ("comb", 1000, {(True, 1), (False, 1)})),
+        *(("none, latents", 1000, {(True, 1)}), ("none, latents", 20, {(True, 1), (False, 1)})),
     ],
 )
 def test_mixed_steps_are_captured_in_pieces_too_where_some_run_so(
@@ -213,10 +214,10 @@ def test_mixed_steps_are_captured_in_pieces_too_where_some_run_so(
     kinds: set[tuple[bool, int]],
 ) -> None:
     """They verify guesses that branch, or prompts may be long."""
-    monkeypatch.setattr(capture, "MOST_KEYS", most_keys)
+    monkeypatch.setattr(piecewise_graphs, "MOST_ABSORBED" if "latents" in guesses else "MOST_KEYS", most_keys)
     asked = dataclasses.replace(by_itself(**SIZES), draft_length="3")
-    if guesses == "none":
-        asked = options(model=folder_of(tmp_path, "llama"))
+    if "none" in guesses:
+        asked = options(model=folder_of(tmp_path, "deepseek-v2-lite-experts" if "latents" in guesses else "llama"))
     with on_cuda(asked, branching(registry, "standalone") if guesses == "comb" else registry) as (engine, _):
         pieces = engine._runner.pieces
         assert pieces is not None

@@ -16,7 +16,6 @@ from parity.engine_driver import assert_greedy, generate
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
 from enginery.api import BackendContext, ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
-from enginery.attention import latent
 from enginery.plugin.registry import Registry
 from enginery.worker.paths import piecewise_graphs
 
@@ -108,7 +107,7 @@ def test_prompts_of_latents_are_absorbed_within_a_graph_unless_they_are_long_or_
     most_absorbed: int,
     absorbs: bool,
 ) -> None:
-    monkeypatch.setattr(latent, "_MOST_ABSORBED", most_absorbed)
+    monkeypatch.setattr(piecewise_graphs, "MOST_ABSORBED", most_absorbed)
     oracle, whole = write_oracle("deepseek-v2", (FAMILIES | EXPERT_FAMILIES)["deepseek-v2"]), AgainAndAgain()
     engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, dtype="float32", mla_prefill=asked)
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])

@@ -29,7 +29,6 @@ FILES = {
     "grammar_queue": "core/enginery/engine/grammar_queue.py",
     "grammars": "core/enginery/contracts/grammars.py",
     "publisher": "core/enginery/engine/kv_events/publisher.py",
-    "latent": "core/enginery/attention/latent.py",
     "listening": "core/enginery/serve/http/listening.py",
     "process": "core/enginery/serve/engine/process.py",
     "replay": "core/enginery/engine/replay.py",
@@ -53,13 +52,13 @@ CLAIMS: dict[str, list[str]] = {
     "docs/how-a-request-runs.md": [
         "Other steps of up to {resolve:MAX_PIECE_TOKENS} tokens",
         "a prompt of more than {piecewise_graphs:MOST_KEYS} keys",
-        "({latent:_MOST_ABSORBED} where layers are MLA",
+        "({piecewise_graphs:MOST_ABSORBED} where layers are MLA",
     ],
     "docs/write-a-backend.md": [],
     "docs/write-a-plugin.md": [],
     "docs/quickstart.md": [],
     "docs/hooks.md": [
-        "of up to {latent:_MOST_ABSORBED} keys each",
+        "of up to {piecewise_graphs:MOST_ABSORBED} keys each",
         "a source of at most {grammars:MAX_SOURCE_BYTES Ki} KiB",
         "with a stack of {grammar_lanes:_STACK_BYTES Mi} MiB",
         "or later `finish`, has taken {grammar_queue:COMPILE_S} s",

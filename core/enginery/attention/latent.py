@@ -29,12 +29,11 @@ from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy
 from enginery.contracts.memory import KVPool
 from enginery.contracts.plan import ForwardPlan, covering_plan
-from enginery.errors import StalePlan, Unsupported
+from enginery.errors import StalePlan
 from enginery.kv.upload import to_device
 from enginery.plugin.hookspecs import hookimpl
 
 _log: Final = logging.getLogger(__name__)
-_MOST_ABSORBED: Final = 2048  # keys of a prompt; of more the device takes longer than the host for pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,8 @@ class LatentAttention(Composite):
         return self.children[0].ask(MIXED_GRAPHS, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens) if absorbs else None
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
-        """Decoding requests, then prefilling ones; of a captured mixed step all, absorbed, or `Unsupported` if prompts are long."""
+        """Decoding requests, then prefilling ones; of a captured mixed step all, absorbed."""
         for cut in cut_by_phase(batch, capture=capture):
-            behind = cut.batch.kv_lens_cpu.numpy()[batch.num_decode_requests :]
-            if cut.batch.phase is Phase.MIXED and behind.max(initial=0) > _MOST_ABSORBED:
-                raise Unsupported(f"a captured step absorbs prompts of up to {_MOST_ABSORBED} keys")
             yield Part(child=0, rows=cut.rows, requests=cut.requests, batch=cut.batch)
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:

@@ -27,7 +27,7 @@ from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.paths.host_capture import HostCapture
-from enginery.worker.paths.piecewise_graphs import MOST_KEYS, CudaPiecewiseCapture, PiecewiseGraphs
+from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs, most_keys
 from enginery.worker.paths.recorded_steps import RecordedHead, RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
@@ -152,7 +152,6 @@ def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> 
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
-    latent = any(layer.latent is not None for layer in parts.pool.geometry.layers)
     hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
     pieces = PiecewiseGraphs(
         parts,
@@ -160,7 +159,7 @@ def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) ->
         capture=CudaPiecewiseCapture(capture),
         whole=capture,
         most_requests=choice.settings.max_graph_requests,
-        in_pieces_too=latent or choice.draft_siblings > 0 or choice.settings.max_model_len > MOST_KEYS,
+        in_pieces_too=choice.draft_siblings > 0 or choice.settings.max_model_len > most_keys(parts.pool.geometry),
     )
     for key in reversed(pieces.waiting()) if choice.parallel.num_ranks > 1 else ():
         pieces.provide(key)

@@ -22,6 +22,7 @@ import torch
 
 from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
@@ -35,6 +36,7 @@ from enginery.worker.paths.results import StepParts
 _log: Final = logging.getLogger(__name__)
 _LOADS: Final = (1, 4, 16, 64)  # requests, each of which begins with as many guesses as pay for so many
 MOST_KEYS: Final = 8192  # of a prompt; attention of more takes the device longer than its launches take the host
+MOST_ABSORBED: Final = 2048  # likewise of layers with latents
 
 
 class GraphPieces(NamedTuple):
@@ -144,7 +146,7 @@ class PiecewiseGraphs:
         whole: captures steps with their attention, of up to so many requests, where backends can be. in_pieces_too: some steps run
         in pieces anyway: they verify guesses that branch, or prompts are long."""
         self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
-        self.geometry, self.hidden = parts.pool.geometry, hidden
+        self.geometry, self.hidden, self._most_keys = parts.pool.geometry, hidden, most_keys(parts.pool.geometry)
         self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
         done = whole and parts.relay.ask("init_mixed_graph_state", max_batch_size=most_requests, max_num_tokens=len(hidden))
         self._capture_whole = whole if done else None
@@ -208,7 +210,7 @@ class PiecewiseGraphs:
     def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
         prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]
         in_chains = not step.parents and step.decode_len not in self._refused
-        return in_chains and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= MOST_KEYS
+        return in_chains and batch.num_requests <= self._most_requests and int(prompts.max(initial=0)) <= self._most_keys
 
     def _replay(self, captured: _Captured, step: StepInput, batch: ForwardBatch) -> Forwarded:
         relay, (first, *others), plan = self._parts.relay, captured.pieces.graphs, captured.batch.plan
@@ -236,6 +238,11 @@ class PiecewiseGraphs:
         self.feed.overwrite(packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
         padded = self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
         return with_token_fields(batch, iter(packed[:, :count])), padded
+
+
+def most_keys(geometry: KVGeometry) -> int:
+    """Of a prompt in a step that is captured with its attention."""
+    return MOST_ABSORBED if any(layer.latent is not None for layer in geometry.layers) else MOST_KEYS
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:

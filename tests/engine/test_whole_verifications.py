@@ -37,20 +37,14 @@ class OneRowEach(CapturedTorch):
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[PieceKey]:
     """What was replayed of steps that verify guesses beside prompts."""
-    found, replay, provide, last = list[PieceKey](), PiecewiseGraphs._replay, PiecewiseGraphs.provide, list[PieceKey]()
+    found, replay = list[PieceKey](), PiecewiseGraphs._replay
 
     def noting(pieces: PiecewiseGraphs, captured: Any, step: Any, batch: Any) -> Any:
         forwarded = replay(pieces, captured, step, batch)
-        if step.verifies:
-            found.append(last[-1])
+        found.extend(key for key, each in pieces._captured.items() if each is captured and step.verifies)
         return forwarded
 
-    def provided(pieces: PiecewiseGraphs, key: PieceKey) -> Any:
-        last.append(key)
-        return provide(pieces, key)
-
     monkeypatch.setattr(PiecewiseGraphs, "_replay", noting)
-    monkeypatch.setattr(PiecewiseGraphs, "provide", provided)
     return found
 
 

@@ -91,7 +91,7 @@ def absent_plugins(records: Iterable[PluginRecord]) -> list[str]:
         if not record.is_live:
             by_reason.setdefault(f"{record.status}: {record.reason}", []).append(record)
     said = []
-    for why, (first, *others) in by_reason.items():
-        many = f"plugins {', '.join(record.name for record in (first, *others))}"
-        said.append(f"{many} might offer it but are {why}" if others else f"{first} might offer it but is {why}")
+    for why, absent in by_reason.items():
+        many = f"plugins {', '.join(record.name for record in absent)} might offer it but are {why}"
+        said.append(many if len(absent) > 1 else f"{absent[0]} might offer it but is {why}")
     return said

@@ -18,7 +18,7 @@ from enginery.api import ForwardBatch, Unsupported
 from enginery.kv.shared_prefixes import Ints
 from enginery_attn_triton.plan import Layout, Planner, Tables, Tiles, TilesKey, fill, host_ints, rows_at, tiles_of, used_pages
 from enginery_attn_triton.spec import MIXED_TABLE_BYTES, MOST_ROWS
-from enginery_attn_triton.splitting import Cutting, TileCutting, sharing, split_decoding, split_tiles, split_verifying
+from enginery_attn_triton.splitting import Cutting, TileCutting, sharing, split_requests, split_tiles
 from enginery_attn_triton.tiling import DecodeCut, Tile, prefill_tile
 
 MOST_PROMPTS = 16  # of a step, each of which may begin a tile that it does not fill
@@ -119,9 +119,7 @@ class MixedState:
         shared = sharing(table[:count], kv_lens[:count], page_size=page_size) if length == 1 else ()
 
         def cut_for(cut: DecodeCut) -> Cutting:
-            if length > 1:
-                return split_verifying(kv_lens[:count], cut, columns=table.shape[1])
-            return split_decoding(kv_lens[:count], cut, columns=table.shape[1], page_size=page_size, shared=shared)
+            return split_requests(kv_lens[:count], cut, columns=table.shape[1], page_size=page_size, shared=shared)
 
         sections.layout.fill(values, most, cut_for)
         values[self._pages :].reshape(table.shape)[:] = table

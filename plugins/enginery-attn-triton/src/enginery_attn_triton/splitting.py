@@ -126,8 +126,16 @@ def split_decoding(
 
 def split_alone(kv_lens: Ints, cut: DecodeCut, *, columns: int, exact: bool) -> Cutting:
     """Of requests of cut.length rows each, whatever they share. exact: whether these are the lengths, or none is longer."""
-    cut = cut if exact else without_window(cut)
-    return split_verifying(kv_lens, cut, columns=columns) if cut.length > 1 else split_decoding(kv_lens, cut, columns=columns)
+    return split_requests(kv_lens, cut if exact else without_window(cut), columns=columns)
+
+
+def split_requests(
+    kv_lens: Ints, cut: DecodeCut, *, columns: int, page_size: int = 1, shared: Sequence[SharedPrefix] = ()
+) -> Cutting:
+    """Of requests of cut.length rows each. shared: what those of one row share."""
+    if cut.length > 1:
+        return split_verifying(kv_lens, cut, columns=columns)
+    return split_decoding(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
 
 
 def without_window(cut: DecodeCut) -> DecodeCut:
@@ -265,10 +273,7 @@ class RecentCut:
         self.shared = shared
         self.length = cut.length
         self.is_reusable = cut.window is None  # with a window the first keys change too
-        if cut.length > 1:
-            self.cutting = split_verifying(kv_lens, cut, columns=columns)
-        else:
-            self.cutting = split_decoding(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
+        self.cutting = split_requests(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
         items = self.cutting.items
         self.request, above = np.divmod(items[:, 0], cut.length)
         behind: Ints = cut.length - above - np.minimum(cut.length - above, cut.together) if cut.length > 1 else above

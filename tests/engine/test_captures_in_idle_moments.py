@@ -23,7 +23,7 @@ from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts import parts
-from enginery.worker.paths import piecewise_graphs
+from enginery.worker.paths import mixed_graphs
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
 
@@ -214,7 +214,7 @@ def test_mixed_steps_are_captured_in_pieces_too_where_some_run_so(
     kinds: set[tuple[bool, int]],
 ) -> None:
     """They verify guesses that branch, or prompts may be long."""
-    monkeypatch.setattr(piecewise_graphs, "MOST_ABSORBED" if "latents" in guesses else "MOST_KEYS", most_keys)
+    monkeypatch.setattr(mixed_graphs, "MOST_ABSORBED" if "latents" in guesses else "MOST_KEYS", most_keys)
     asked = dataclasses.replace(by_itself(**SIZES), draft_length="3")
     if "none" in guesses:
         asked = options(model=folder_of(tmp_path, "deepseek-v2-lite-experts" if "latents" in guesses else "llama"))

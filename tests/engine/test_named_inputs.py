@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine.test_graphs import with_graphs
-from engine.test_piecewise_graphs import with_pieces
+from engine.test_mixed_graphs import with_pieces
 from installed import install
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import FAMILIES, Oracle

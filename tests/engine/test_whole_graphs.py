@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from engine.captured_backends import CapturedTorch
 from engine.test_graphs import AgainAndAgain
-from engine.test_piecewise_graphs import MOST_REQUESTS, with_pieces
+from engine.test_mixed_graphs import MOST_REQUESTS, with_pieces
 from pairwise import crossed, in_turn
 from parity import test_gemma
 from parity.engine_driver import assert_greedy, generate
@@ -17,7 +17,7 @@ from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
 from enginery.api import BackendContext, ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
 from enginery.plugin.registry import Registry
-from enginery.worker.paths import piecewise_graphs
+from enginery.worker.paths import mixed_graphs
 
 
 class MixedTorch(CapturedTorch):
@@ -70,7 +70,7 @@ def test_what_there_is_no_room_for_runs_in_pieces(write_oracle: Callable[..., Or
     whole = AgainAndAgain()
     backend, most_keys = TooFull if why == "no room" else MixedTorch, 4 if why == "long prompts" else 1000
     prompts = oracle.prompts[: MOST_REQUESTS + (why == "too many requests")]
-    with mock.patch.object(piecewise_graphs, "MOST_KEYS", most_keys):
+    with mock.patch.object(mixed_graphs, "MOST_KEYS", most_keys):
         engine, pieces = with_pieces(oracle, over(registry, backend), whole=whole, dtype="float32")
         assert_greedy(oracle, generate(engine, prompts), prompts)
     assert pieces.num_replayed > 0
@@ -107,7 +107,7 @@ def test_prompts_of_latents_are_absorbed_within_a_graph_unless_they_are_long_or_
     most_absorbed: int,
     absorbs: bool,
 ) -> None:
-    monkeypatch.setattr(piecewise_graphs, "MOST_ABSORBED", most_absorbed)
+    monkeypatch.setattr(mixed_graphs, "MOST_ABSORBED", most_absorbed)
     oracle, whole = write_oracle("deepseek-v2", (FAMILIES | EXPERT_FAMILIES)["deepseek-v2"]), AgainAndAgain()
     engine, pieces = with_pieces(oracle, over(registry, MixedTorch), whole=whole, dtype="float32", mla_prefill=asked)
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])

@@ -15,7 +15,8 @@ AT_CAPTURES = {  # and at the start: functions that no step calls
     "decode_capture": ("_padding_alone",),
     "draft_graphs": ("_capture_steps",),
     "draws": ("__init__",),
-    "piecewise_graphs": ("provide", "lent"),
+    "mixed_graphs": ("provide",),
+    "piecewise_capture": ("lent",),
     "trees": ("standing_in_comb",),
 }
 MAKERS = {"tensor", "as_tensor", "from_numpy"}  # of host values

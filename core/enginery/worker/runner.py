@@ -30,8 +30,8 @@ from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import NumGuesses
 from enginery.worker.paths.decode_graphs import DecodeGraphs
+from enginery.worker.paths.mixed_graphs import MixedGraphs
 from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Paths, Verified, first_rows
-from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
@@ -47,7 +47,7 @@ class Captured(NamedTuple):
     """Of decoding steps, of the others, and of a draft model behind decoding steps. None: these run eagerly."""
 
     graphs: DecodeGraphs | RecordedSteps | None = None
-    pieces: PiecewiseGraphs | None = None
+    pieces: MixedGraphs | None = None
     drafts: DraftGraphs | None = None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from enginery.attention.socket import LayerSocket
 from enginery.worker.paths.cuda_capture import CudaCapture
-from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture
+from enginery.worker.paths.piecewise_capture import CudaPiecewiseCapture
 
 DEVICE_CALLS = ("CUDAGraph", "Stream", "current_stream", "empty_cache", "graph", "graph_pool_handle", "stream", "synchronize")
 

@@ -1,7 +1,7 @@
 """The ways to run a step: `Paths` has one for each, and `Runner._path_of` picks it. Nothing here inherits from another.
 
     EagerPath         any step, kernel by kernel
-    PiecewiseGraphs   prefills and mixed steps, captured between calls of attention
+    MixedGraphs       prefills and mixed steps, captured whole or between calls of attention
     DecodeGraphs      decoding steps as CUDA graphs ┐ each says which steps are captured, and when;
     RecordedSteps     decoding steps on a CPU       ┘ one `DecodeCapture` captures and replays them
 

@@ -27,7 +27,8 @@ from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.paths.host_capture import HostCapture
-from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs, most_keys
+from enginery.worker.paths.mixed_graphs import MixedGraphs, most_keys
+from enginery.worker.paths.piecewise_capture import CudaPiecewiseCapture
 from enginery.worker.paths.recorded_steps import RecordedHead, RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
@@ -84,7 +85,7 @@ def _capture_on_devices(
     if not choice.settings.max_piece_tokens:
         return Captured(graphs, None, drafts)
     with phases("pieces"):
-        return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+        return Captured(graphs, _mixed_graphs(choice, parts, capture), drafts)
 
 
 def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
@@ -151,9 +152,9 @@ def _most_starts(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> 
     return choice.settings.max_graph_requests if together else int(alone)
 
 
-def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
+def _mixed_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> MixedGraphs:
     hidden = torch.empty((choice.settings.max_piece_tokens, choice.facts.hidden_size), dtype=choice.dtype, device=choice.device)
-    pieces = PiecewiseGraphs(
+    pieces = MixedGraphs(
         parts,
         hidden,
         capture=CudaPiecewiseCapture(capture),

@@ -36,7 +36,7 @@ from enginery.worker.layout import begins_of, lay_out, logits_of_items, no_reque
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, Replayable
 from enginery.worker.paths.path import ForwardPath, Launched, PaddedForward
-from enginery.worker.paths.piecewise_graphs import lent
+from enginery.worker.paths.piecewise_capture import lent
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.nccl import TensorGroup

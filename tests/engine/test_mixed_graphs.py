@@ -16,7 +16,8 @@ from enginery.attention.socket import LayerCall, LayerSocket
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.piecewise_graphs import GraphPieces, PiecewiseGraphs, piece_sizes
+from enginery.worker.paths.mixed_graphs import MixedGraphs, piece_sizes
+from enginery.worker.paths.piecewise_capture import GraphPieces
 
 PATIENCE_S = 30
 MAX_TOKENS = 256
@@ -86,9 +87,7 @@ def with_pieces(
     parts: BuiltParts = build_parts(wanted, registry)
     capture = Pausing()
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
-    pieces = PiecewiseGraphs(
-        parts.step, hidden, capture=capture, whole=whole, most_requests=MOST_REQUESTS, in_pieces_too=in_pieces_too
-    )
+    pieces = MixedGraphs(parts.step, hidden, capture=capture, whole=whole, most_requests=MOST_REQUESTS, in_pieces_too=in_pieces_too)
     return Engine(dataclasses.replace(parts, captured=parts.captured._replace(pieces=pieces)), registry, wanted), capture
 
 

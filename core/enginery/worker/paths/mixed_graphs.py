@@ -15,22 +15,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
-from enginery.attention.socket import LayerCall, LayerSocket
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
-from enginery.worker.paths.captured_step import Capture, NumGuesses, Replayable
-from enginery.worker.paths.cuda_capture import CudaCapture, keeping_garbage
+from enginery.worker.paths.captured_step import Capture, NumGuesses
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
+from enginery.worker.paths.piecewise_capture import GraphPieces, PiecewiseCapture
 from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
@@ -39,81 +37,7 @@ MOST_KEYS: Final = 8192  # of a prompt; attention of more takes the device longe
 MOST_ABSORBED: Final = 2048  # likewise of layers with latents
 
 
-class GraphPieces(NamedTuple):
-    """graphs: one more than calls, each of which comes before the graph of the next index."""
-
-    graphs: Sequence[Replayable]
-    calls: Sequence[LayerCall]
-
-
-PiecewiseCapture = Callable[[Callable[[], None], LayerSocket], GraphPieces]
-
-
-class CudaPiecewiseCapture:
-    """Captures what a function does, a new graph after each call to a backend, into the memory of other graphs."""
-
-    def __init__(self, whole: CudaCapture) -> None:
-        self._whole = whole
-
-    def __call__(self, run: Callable[[], None], socket: LayerSocket) -> GraphPieces:
-        """`run` is called twice, as `CudaCapture` does, and neither time is a backend called."""
-        whole, graphs, calls = self._whole, list[torch.cuda.CUDAGraph](), list[LayerCall]()
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            whole.graphs.add(graphs[-1])
-            graphs[-1].capture_begin(whole.pool, capture_error_mode="thread_local")
-
-        def end_piece(call: LayerCall) -> None:
-            graphs[-1].capture_end()
-            calls.append(call._replace(rows=tuple(map(lent, call.rows)), out=lent(call.out)))
-            assert len({len(tensor) for tensor in (*call.rows, call.out)}) == 1, "a row for each token of the graph"
-            begin()
-
-        whole.stream.wait_stream(torch.cuda.current_stream(whole.device))
-        with torch.cuda.stream(whole.stream), keeping_garbage():
-            socket.on_capture = lambda call: call.out.zero_()
-            try:
-                run()
-                torch.cuda.synchronize(whole.device)
-                torch.cuda.empty_cache()  # as torch.cuda.graph does: nothing can be given back during a capture
-                whole.meet()
-                begin()
-                socket.on_capture = end_piece
-                run()
-            finally:
-                socket.on_capture = None
-                if graphs:
-                    graphs[-1].capture_end()
-        whole.meet()
-        return GraphPieces(graphs, calls)
-
-
-def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without keeping it: what runs later may use it again, as it did when it was captured."""
-    size = tensor.element_size()
-    lent = _Memory(tensor.data_ptr(), tuple(tensor.shape), tuple(size * stride for stride in tensor.stride()), size)
-    alias = torch.as_tensor(lent, device=tensor.device).view(tensor.dtype)
-    assert _memory_of(alias) == _memory_of(tensor), f"a graph piece would read {_memory_of(alias)}, not {_memory_of(tensor)}"
-    return alias
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where its elements are and what they are: address, type, device, and the stride of each dimension that has several."""
-    strides = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.numel(), strides
-
-
-class _Memory:
-    """CUDA's array interface, version 3, which has no bfloat16: integers of its size."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
-        typestr = {1: "|u1", 2: "<i2", 4: "<i4"}[size]
-        stated = {"data": (address, False), "shape": shape, "strides": strides, "typestr": typestr}
-        self.__cuda_array_interface__: dict[str, Any] = {"version": 3, **stated}
-
-
-class PieceKey(NamedTuple):
+class GraphKey(NamedTuple):
     """Of what is captured: rows, and whether attention is, with how many rows of each request that decodes."""
 
     size: int
@@ -129,7 +53,7 @@ class _Captured(NamedTuple):
     batch: ForwardBatch
 
 
-class PiecewiseGraphs:
+class MixedGraphs:
     """Implements `ForwardPath` for prefills and mixed steps. Captures a size when it is first needed, or in idle moments."""
 
     def __init__(
@@ -151,15 +75,15 @@ class PiecewiseGraphs:
         done = whole and parts.relay.ask("init_mixed_graph_state", max_batch_size=most_requests, max_num_tokens=len(hidden))
         self._capture_whole = whole if done else None
         self._kinds = (False,) if not done else (True, False) if in_pieces_too else (True,)
-        self._captured: dict[PieceKey, _Captured] = {}
+        self._captured: dict[GraphKey, _Captured] = {}
         self._refused: set[int] = set()  # numbers of rows of a request that decodes
-        self.provide(PieceKey(self.sizes[-1], self._kinds[0]))
+        self.provide(GraphKey(self.sizes[-1], self._kinds[0]))
 
-    def waiting(self, num_guesses: NumGuesses | None = None) -> list[PieceKey]:
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
         """What loads begin with that is not captured, the smallest first. num_guesses: of requests that verify in a chain."""
         guesses = [0] if num_guesses is None else sorted({0, *map(num_guesses, _LOADS)})
         lengths = {True: [1 + count for count in guesses if 1 + count not in self._refused], False: [1]}
-        keys = [PieceKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
+        keys = [GraphKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
         return [key for key in keys if key not in self._captured]
 
     def prepare(self, num_guesses: NumGuesses, *, siblings: int) -> bool:
@@ -170,7 +94,7 @@ class PiecewiseGraphs:
         return False
 
     @torch.inference_mode()
-    def provide(self, key: PieceKey) -> _Captured:
+    def provide(self, key: GraphKey) -> _Captured:
         """What is captured, now if it was not yet, for as long as two or three eager steps. Raises `Unsupported` if backends do."""
         if key in self._captured:
             return self._captured[key]
@@ -202,10 +126,10 @@ class PiecewiseGraphs:
         """Replay what the step's size has: one graph, or pieces around attention; they are captured first if they are not yet."""
         if self._capture_whole is not None and self._may_be_whole(step, batch):
             try:
-                return self._replay(self.provide(PieceKey(step.run.size, True, step.decode_len)), step, batch)
+                return self._replay(self.provide(GraphKey(step.run.size, True, step.decode_len)), step, batch)
             except Unsupported as error:
                 _log.debug("attention runs between graphs: %s", error)
-        return self._replay(self.provide(PieceKey(step.run.size, whole=False)), step, batch)
+        return self._replay(self.provide(GraphKey(step.run.size, whole=False)), step, batch)
 
     def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
         prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]

@@ -130,6 +130,17 @@ def test_a_rank_that_joined_speculates_with_a_draft_model_elsewhere(
     assert members[0].end()[0] == 0
 
 
+@pytest.mark.parametrize(("count", "ranks"), [(1, "rank 1"), (3, "ranks 1 to 3")])
+def test_the_log_says_which_ranks_may_join_and_where(
+    count: int, ranks: str, key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening(key_file, count) as port, caplog.at_level("INFO"):
+        port.given_up.set()
+        with pytest.raises(EngineDied, match="given up"):
+            port.wait()
+    assert caplog.messages == [f"{ranks} may join at {port.address}"]
+
+
 def test_nothing_listens_at_other_interfaces(key_file: Path) -> None:
     """The store of torch.distributed has no keys: it is where the engine listens, and nowhere else."""
     before = listeners()

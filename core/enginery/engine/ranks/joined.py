@@ -93,7 +93,7 @@ class Listening:
 
     def wait(self, look: Callable[[], None] = lambda: None) -> JoinedRanks:
         began_s = reached_s = time.monotonic()
-        _log.info("ranks 1 to %d may join at %s", self._count, self.address)
+        _log.info("%s may join at %s", "rank 1" if self._count == 1 else f"ranks 1 to {self._count}", self.address)
         while len(self._joined) < self._count:
             look()
             if self.given_up.is_set():

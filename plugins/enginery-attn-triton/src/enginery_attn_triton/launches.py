@@ -35,8 +35,8 @@ class Launches:
         kind: of what constants, and integers among `numbers`, depend on, all that plan and tensors do not say.
         """
         key = kernel, kind, *[(each.dtype, each.stride(), each.data_ptr() % _ALIGNMENT == 0) for each in tensors]
-        if key in self._compiled:
-            compiled, values = self._compiled[key]
+        if found := self._compiled.get(key):
+            compiled, values = found
             compiled[(*grid, 1)](*tensors, *numbers, *values)
             return
         stated = constants()

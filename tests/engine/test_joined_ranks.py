@@ -141,6 +141,18 @@ def test_the_log_says_which_ranks_may_join_and_where(
     assert caplog.messages == [f"{ranks} may join at {port.address}"]
 
 
+def test_a_second_rank_of_an_engine_that_wants_one_is_told_so(key_file: Path) -> None:
+    with listening(key_file, count=1) as port:
+        result = in_background(port.wait)
+        second, first = (Visitor(port.address, RankKey.read(str(key_file))) for _ in range(2))
+        second.say(rank=2)
+        assert second.hear() == messages.Refused("the engine has rank 1 to give away, not 2")
+        first.say()
+        result()
+        for visitor in (second, first):
+            visitor.close()
+
+
 def test_nothing_listens_at_other_interfaces(key_file: Path) -> None:
     """The store of torch.distributed has no keys: it is where the engine listens, and nowhere else."""
     before = listeners()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, SupportsIndex, TypeGuard, cast
+from typing import Any, Final, NamedTuple, SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -17,6 +17,7 @@ from enginery.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, object]]
+_FOR_MESSAGES: Final = "; LLM.chat takes messages"
 
 
 class Encoded(NamedTuple):
@@ -94,7 +95,7 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
-        hint = "; LLM.chat takes messages" if isinstance(prompts, Mapping) else ""
+        hint = _FOR_MESSAGES if isinstance(prompts, Mapping) else ""
         raise RequestError(f"prompts are {prompts!r:.80}, but must be texts or lists of token ids{hint}", param="prompt")
     batch: list[object] = list(prompts)
     if batch and _is_whole(batch[0]):  # it is one prompt of token ids
@@ -133,7 +134,7 @@ def _token_ids(prompt: object) -> tuple[int, ...]:
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids
     if not all(map(_is_whole, ids)):
-        hint = "; LLM.chat takes messages" if any(isinstance(each, Mapping) for each in (prompt, *ids)) else ""
+        hint = _FOR_MESSAGES if any(isinstance(each, Mapping) for each in (prompt, *ids)) else ""
         raise RequestError(f"the prompt {prompt!r:.80} is neither text nor a list of token ids{hint}", param="prompt")
     return tuple(map(operator.index, ids))
 

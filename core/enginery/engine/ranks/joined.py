@@ -90,10 +90,11 @@ class Listening:
         self.given_up, self._still_here = threading.Event(), messages.StillHere(deadline_s)
         self._door, self._count, self._allowed_s = door, count, FURTHER * deadline_s
         self._joined: list[Joined] = []
+        self._ranks = "rank 1" if count == 1 else f"ranks 1 to {count}"
 
     def wait(self, look: Callable[[], None] = lambda: None) -> JoinedRanks:
         began_s = reached_s = time.monotonic()
-        _log.info("%s may join at %s", "rank 1" if self._count == 1 else f"ranks 1 to {self._count}", self.address)
+        _log.info("%s may join at %s", self._ranks, self.address)
         while len(self._joined) < self._count:
             look()
             if self.given_up.is_set():
@@ -116,7 +117,7 @@ class Listening:
         if said.version != __version__:
             why = f"the engine has enginery {__version__}, this rank {said.version}; install the same on every host"
         elif said.rank is not None and not 1 <= said.rank <= self._count:
-            why = f"the engine has ranks 1 to {self._count} to give away, not {said.rank}"
+            why = f"the engine has {self._ranks} to give away, not {said.rank}"
         elif said.rank is not None and said.rank in self._by_rank():
             why = f"rank {said.rank} has joined already, from {self._by_rank()[said.rank]}"
         joined = Joined(identity, said)

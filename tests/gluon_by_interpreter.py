@@ -1,14 +1,15 @@
 """Runs a module written in Gluon in Triton's interpreter, which cannot run Gluon: with `tl` in place of `gl`.
 
-Layouts say where values are and not what they are, so all of them are one here, and conversions give what they are given. Nothing
-is asynchronous: a copy to shared memory is there at once. So this shows what kernels compute, and not that they wait for it.
+Layouts say where values are and not what they are, so all of them are one here, and conversions give what they are given. A copy to
+shared memory is there when its group has been waited for, and what it replaces is there until then. That threads wait for each
+other is not shown.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,22 +28,57 @@ class Anywhere:
 
 
 class Shared:
-    """A matrix in shared memory. Before anything is copied to it, it is not a number."""
+    """Memory that programs share. Before anything is copied to it, it is not a number."""
 
     def __init__(self, element: tl.dtype, shape: list[int], _: Anywhere) -> None:
-        self.values: Any = np.full(shape, np.nan, dtype=np.float32)
+        self.values: Any = np.full([as_number(each) for each in shape], np.nan, dtype=np.float32)
 
-    def slice(self, first: Any, length: Any) -> SimpleNamespace:
-        first, length = (int(getattr(each, "value", each)) for each in (first, length))
-        return SimpleNamespace(load=lambda _: as_float32(self.values[first : first + length]))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def part(self, key: Any) -> Shared:
+        found = object.__new__(Shared)
+        found.values = self.values[key]
+        return found
+
+    def index(self, place: Any) -> Shared:
+        return self.part(as_number(place))
+
+    def slice(self, first: Any, length: Any) -> Shared:
+        return self.part(slice(as_number(first), as_number(first) + as_number(length)))
+
+    def load(self, _: Anywhere) -> tl.tensor:
+        return as_float32(self.values)
+
+
+class Copies:
+    """`async_copy`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, Any]] = []
+        self.groups: list[list[tuple[Any, Any]]] = []
+
+    def async_copy_global_to_shared(self, into: Shared, pointer: tl.tensor, mask: tl.tensor, eviction_policy: str = "") -> None:
+        self.asked.append((into.values, tl.load(pointer, mask=mask, other=0.0).to(tl.float32).handle.data.copy()))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait_group(self, left: Any) -> None:
+        while len(self.groups) > as_number(left):
+            for into, values in self.groups.pop(0):
+                into[...] = values
+
+
+def as_number(value: Any) -> int:
+    """Of a constant, or of a scalar that a kernel computed."""
+    return int(value.handle.data.item() if isinstance(value, tl.tensor) else getattr(value, "value", value))
 
 
 def as_float32(values: Any) -> tl.tensor:
     return tl.tensor(TensorHandle(values.copy(), tl.float32), tl.block_type(tl.float32, list(values.shape)))
-
-
-def copied(into: Shared, pointer: tl.tensor, mask: tl.tensor) -> None:
-    into.values = tl.load(pointer, mask=mask, other=0.0).to(tl.float32).handle.data
 
 
 def multiplied(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
@@ -85,7 +121,6 @@ def interpreted(patch: pytest.MonkeyPatch, path: Path, *, num_warps: int, **repl
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    nothing = SimpleNamespace(async_copy_global_to_shared=copied, commit_group=lambda: None, wait_group=lambda _: None)
-    for name, value in {"gl": Language(num_warps), "mma_v2": multiplied, "async_copy": nothing, **replaced}.items():
+    for name, value in {"gl": Language(num_warps), "mma_v2": multiplied, "async_copy": Copies(), **replaced}.items():
         patch.setattr(module, name, value, raising=name not in ("mma_v2", "async_copy"))  # which not every module uses
     return module

@@ -14,17 +14,12 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from gluon_by_interpreter import Language, as_float32, multiplied
+from gluon_by_interpreter import Language, as_float32, as_number, multiplied
 
 PATIENCE_S = 30
 TURN = threading.Condition()
 WAITING: list[Callable[[], bool]] = []
 """Of each group at a barrier, whether it may go on."""
-
-
-def as_number(value: Any) -> int:
-    """Of a constant, or of a scalar that a kernel computed."""
-    return int(value.handle.data.item() if isinstance(value, tl.tensor) else value)
 
 
 class Blocks:

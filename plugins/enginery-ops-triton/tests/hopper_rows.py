@@ -10,12 +10,14 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, blocks_for
+from enginery_ops_triton.kernels import linear_persistent
 from enginery_ops_triton.kernels.experts import down_of_pairs, gate_up_of_pairs
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.kernels.linear import matvec
 from enginery_ops_triton.kernels.linear_few import linear_of_few
 from enginery_ops_triton.kernels.linear_normed import normed_matvec
 from enginery_ops_triton.matvec import matvec_shape, normed_shape
+from enginery_ops_triton.persistent_rows import AHEAD, BLOCK_K, BLOCK_N, NUM_WARPS, PersistentRows
 from enginery_ops_triton.small_linear import direct_shape
 
 TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
@@ -86,6 +88,26 @@ def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
     assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
 
 
+def check_persistent(columns: int, *, biased: bool) -> None:
+    weight = torch.zeros(6144, columns, dtype=torch.bfloat16)
+    product = PersistentRows(weight, weight[0] if biased else None, kernels=linear_persistent, programs=132)
+    persistent_linear = linear_persistent.persistent_linear
+    known = [{*each[0]} for each in persistent_linear.device_caches.values()]
+    product(torch.zeros(4, columns, dtype=torch.bfloat16))
+    (cache, *_), *others = persistent_linear.device_caches.values()
+    assert not others
+    (made,) = (each for key, each in cache.items() if not known or key not in known[0])
+    ahead, behind = made.asm["ptx"].split("griddepcontrol.wait")
+    copies = BLOCK_N * BLOCK_K // 256  # of a block, 8 values a lane
+    assert ahead.count("cp.async.cg") == copies * AHEAD, "of W a ring, but for one block, is on its way before x is waited for"
+    assert "ld.global" not in ahead, "and none of x"
+    early, late = behind.split("mma.sync", 1)
+    assert early.count("ld.global.v4") == -(-columns // (NUM_WARPS * BLOCK_K)) * 8 * BLOCK_K // 256
+    assert "ld.global.v4" not in late, "x is read once"
+    assert compile_only.SHARED_BYTES / 2 < made.metadata.shared < compile_only.SHARED_BYTES - (48 << 10), "one a multiprocessor"
+    assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of x is in registers"
+
+
 def main() -> None:
     compile_only.install(reads_code=True)
     for columns in (2048, 2304, 4096):
@@ -100,6 +122,8 @@ def main() -> None:
     for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048), (21888, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)
+    for columns in (1024, 2880, 4096, 5376):
+        check_persistent(columns, biased=columns != 4096)
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):
         blocks = blocks_for(top_k, top_k, sizes)
         assert isinstance(blocks, PairBlocks)

@@ -14,6 +14,7 @@ from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.matvec import normed_shape
+from enginery_ops_triton.persistent_rows import serves_few
 from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
 
 DIRECT = {
@@ -81,11 +82,14 @@ def test_direct_products_where_they_are_fastest(
 @pytest.mark.parametrize(
     ("outputs", "columns", "expected"),
     [
-        (28672, 4096, ["Matvec", "partial", "Shares", "Shares", "Shares"]),  # of 2 to 8 rows by torch, not in shares
-        (4096, 4096, ["DirectRows", "DirectRows", "Shares", "Shares", "FewRows"]),
-        (6144, 4096, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
+        (28672, 4096, ["Matvec", "Persistent", "Shares", "Shares", "Shares"]),
+        (4096, 4096, ["DirectRows", "Persistent", "Shares", "Shares", "FewRows"]),
+        (4096, 14336, ["Matvec", "Shares", "Shares", "Shares", "Shares"]),
+        (6144, 4096, ["Matvec", "Persistent", "Shares", "Shares", "partial"]),
+        (2048, 8192, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
         (21888, 2048, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
-        (1024, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
+        (1024, 2048, ["Matvec", "Persistent", "FewRows", "partial", "partial"]),
+        (1000, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
     ],
 )
 def test_what_serves_each_number_of_rows_on_hopper(
@@ -94,7 +98,14 @@ def test_what_serves_each_number_of_rows_on_hopper(
     class Shares:
         programs = 128
 
+    class Persistent:
+        pass
+
+    def bind_persistent(weight: torch.Tensor, _: None, *, is_direct: bool, multiprocessors: int) -> Persistent | None:
+        return Persistent() if serves_few(*weight.shape, is_direct=is_direct) else None
+
     monkeypatch.setattr(small_linear, "bind_stream_k", lambda *_, **__: Shares())
+    monkeypatch.setattr(small_linear, "bind_persistent", bind_persistent)
     product = small_linear.bind_small_linear(torch.empty(outputs, columns, dtype=torch.bfloat16), None, dependent_launch=True)
     assert isinstance(product, small_linear.Product)
     assert [type(product.by_rows[most]).__name__ for most in (1, 8, 16, 32, 64)] == expected

@@ -91,7 +91,11 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
         (6144, 4096, 64, False),  # 96 tiles: of 128 programs some share two tiles
         (28672, 4096, 64, True),
         (28672, 4096, 65, False),
-        (28672, 4096, 8, False),  # direct products are faster, and others beside them
+        (28672, 4096, 8, False),  # x fits into registers: `PersistentRows`
+        (4096, 14336, 8, True),
+        (2560, 9728, 8, True),
+        (2048, 8192, 8, False),  # few outputs, as of a model whose other products are direct
+        (4096, 4096, 1, False),
         (4096, 4096, 64, False),
         (2048, 4096, 32, True),  # few weights, but each tile is four programs' alone
         (3072, 4096, 32, False),

@@ -17,6 +17,7 @@ from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.matvec import MATVEC_ROWS, Matvec, NormedRow, Norming, bind_normed, matvec_shape
+from enginery_ops_triton.persistent_rows import PERSISTENT_ROWS, bind_persistent
 from enginery_ops_triton.stream_k import bind_stream_k, serves
 
 DIRECT_ROWS: Final = 8
@@ -119,21 +120,35 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
-    if is_short and dependent_launch and weight.stride(0) % 16 == 0 and (kernels := gluon_kernels("linear_few")):
-        for most in (MATVEC_ROWS, DIRECT_ROWS):
-            if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
-                by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
-    in_shares = bind_stream_k(weight, bias, multiprocessors=multiprocessors) if is_short and dependent_launch else None
+    if is_short and dependent_launch:
+        by_rows |= _bind_for_hopper(weight, bias, multiprocessors=multiprocessors)
     for most in (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS) if is_short else ():
         if most in by_rows:
             continue
-        if in_shares and serves(outputs, columns, most, programs=in_shares.programs):
-            by_rows[most] = in_shares
-        elif shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
+        if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
         else:
             by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)
-    return Product(weight, bias, by_rows, of_norm=bind_normed(weight, bias, dependent_launch=dependent_launch))
+    in_order = dict(sorted(by_rows.items()))
+    return Product(weight, bias, in_order, of_norm=bind_normed(weight, bias, dependent_launch=dependent_launch))
+
+
+def _bind_for_hopper(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> dict[int, LinearFn]:
+    """What is written in Gluon, by the most rows of each."""
+    (outputs, columns), by_rows = weight.shape, dict[int, LinearFn]()
+    shapes = {most: direct_shape(outputs, columns, most, multiprocessors=multiprocessors) for most in (MATVEC_ROWS, DIRECT_ROWS)}
+    if weight.stride(0) % 16 == 0 and (kernels := gluon_kernels("linear_few")):
+        for most, shape in shapes.items():
+            if shape:
+                by_rows[most] = DirectRows(weight, bias, shape, kernels=kernels, dependent_launch=True)
+    is_direct = DIRECT_ROWS in by_rows
+    if persistent := bind_persistent(weight, bias, is_direct=is_direct, multiprocessors=multiprocessors):
+        by_rows[PERSISTENT_ROWS] = persistent
+    if in_shares := bind_stream_k(weight, bias, multiprocessors=multiprocessors):
+        for most in (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS):
+            if serves(outputs, columns, most, programs=in_shares.programs):
+                by_rows[most] = in_shares
+    return by_rows
 
 
 def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.persistent_rows import LEAST_BESIDE_DIRECT, MOST_COLUMNS, PERSISTENT_ROWS
 
 BLOCK_N, BLOCK_K = 64, 128
 FEWEST_ROWS, MOST_ROWS = 16, 64
@@ -33,13 +34,15 @@ def num_programs(multiprocessors: int) -> int:
 def serves(outputs: int, columns: int, rows: int, *, programs: int) -> bool:
     """Whether this is faster than others for up to so many rows, from docs/benchmarks/kernels-stream-k.json.
 
-    For up to 8 rows it is not: it fills a multiprocessor's shared memory, where direct products leave room for each other.
+    For up to 8 rows it is where x has too many columns for `PersistentRows`, beside which it is as fast as these are.
     Of 28,672 outputs and 8,192 columns an H200 reads 1 to 2 % slower by it, an H100 5 to 7 % faster.
     """
     tiles = -(-outputs // BLOCK_N)
     is_even = tiles % programs == 0 or programs % (tiles % programs) == 0  # programs share no tile, or each a part of one alone
-    if columns % 8 or columns < 2048 or not FEWEST_ROWS <= rows <= MOST_ROWS:
+    if columns % 8 or columns < 2048 or rows > MOST_ROWS:
         return False
+    if rows <= PERSISTENT_ROWS:
+        return columns > MOST_COLUMNS and outputs >= LEAST_BESIDE_DIRECT and outputs * columns >= LEAST_NUMBERS
     if rows > 32:
         return is_even and outputs * columns >= 2 * LEAST_NUMBERS
     return outputs * columns >= LEAST_NUMBERS or (is_even and tiles * 4 >= programs)

@@ -253,8 +253,8 @@ def test_stop_strings_cut_amid_guesses() -> None:
     """Of several tokens that a step tells, those behind a stop string are not in the answer, and not counted."""
     asked, answers = "Tell me a story about a fox named Mia.", []
     common = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 1}
-    for drafter in ("off", "eagle"):
-        with LLM(drafter=drafter, num_pages=64, dtype="float32") as model:
+    for drafter, length in (("off", "auto"), ("eagle", "3")):
+        with LLM(drafter=drafter, draft_length=length, num_pages=64, dtype="float32") as model:
             whole = model.generate(asked, SamplingParams(**common), progress=False)[0]  # type: ignore[arg-type]
             words = [word for word in whole.text.split() if len(word) > 3]
             stops = [

@@ -43,8 +43,8 @@ with open_tiny_llm(model, schedule_policy="frozen") as llm:
     from enginery_observer_frozen import counts
     said["plain"] = {"tokens": len(answer.token_ids), "steps": counts["steps"]}
 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logit_bias={7: 50.0, 8: 50.0})
-for drafter in ("off", "frozen"):
-    with open_tiny_llm(model, drafter=drafter, attention_backend="torch", dtype="float32") as llm:
+for drafter, length in (("off", "auto"), ("frozen", "4")):  # `auto` follows what guesses cost on this machine
+    with open_tiny_llm(model, drafter=drafter, draft_length=length, attention_backend="torch", dtype="float32") as llm:
         *deltas, last = llm.stream("hello", params)
         tokens = [token for delta in (*deltas, last) for token in delta.token_ids]
         said[drafter] = {"tokens": tokens, "accepted": last.usage.num_accepted_tokens}

@@ -67,7 +67,7 @@ class PersistentRows:
             weight.stride(0),
             outputs,
             COLUMNS=columns,
-            ROWS=8,
+            ROWS=PERSISTENT_ROWS,
             BLOCK_N=BLOCK_N,
             BLOCK_K=BLOCK_K,
             AHEAD=AHEAD,
@@ -75,7 +75,7 @@ class PersistentRows:
             BIAS=self.bias is not None,
             CHAINED=True,
             num_warps=NUM_WARPS,
-            maxnreg=128 if columns <= 4096 else 168,
+            maxnreg=128 if columns <= 4096 else 168,  # of which x has 64, or up to 88
             launch_pdl=True,
         )
         return out

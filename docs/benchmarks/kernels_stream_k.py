@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import triton
+from kernels_layers import MODELS, NAMES, layer_us
 from kernels_triton_ops import copies, random, relative_error, time_us
 
 from enginery.api import LinearFn
@@ -92,30 +93,19 @@ def measured(name: str, rows: int, weights: list[torch.Tensor]) -> dict[str, obj
     return {"weight": name, "rows": rows, "us": taken, "best": min(taken, key=lambda way: taken[way])}
 
 
-def layer_us(rows: int, shared: tuple[str, ...], weights: list[dict[str, torch.Tensor]]) -> float:
-    """Of each of several layers in one graph: norms, the activation and products, those by shares that are named and able."""
-    ops, scale, x = TritonOps(dependent_launch=True), random(4096), random(rows, 4096)
-    layers = []
-    for layer in weights:
-        bound = {name: ops.bind_linear(weight, None) for name, weight in layer.items()}
-        for name in bound.keys() - set(shared):
-            bound[name] = without_shares(layer[name])
-        layers.append(bound)
-
-    def run() -> None:
-        residual, h = x.clone(), x
-        for layer in layers:
-            h = ops.add_rms_norm(h, residual, scale, 1e-6)
-            attended = ops.rms_norm(layer["qkv"](h)[:, :4096], scale, 1e-6)
-            h = ops.add_rms_norm(layer["out"](attended), residual, scale, 1e-6)
-            h = layer["down"](ops.gated_silu(layer["gate_up"](h)))
-
-    return round(time_us([run]) / len(layers), 2)
+def bound(shared: tuple[str, ...], weights: list[dict[str, torch.Tensor]]) -> list[dict[str, LinearFn]]:
+    """Products of each layer, those by shares that are named and able."""
+    ops = TritonOps(dependent_launch=True)
+    return [
+        {name: ops.bind_linear(weight, None) if name in shared else without_shares(weight) for name, weight in layer.items()}
+        for layer in weights
+    ]
 
 
 def without_shares(weight: torch.Tensor) -> LinearFn:
     """What `bind_small_linear` gives on other devices."""
-    with mock.patch.object(small_linear, "bind_stream_k", return_value=None):
+    nothing = {"bind_stream_k": mock.Mock(return_value=None), "bind_persistent": mock.Mock(return_value=None)}
+    with mock.patch.multiple(small_linear, **nothing):
         return small_linear.bind_small_linear(weight, None, dependent_launch=True)
 
 
@@ -134,10 +124,13 @@ def main() -> None:
         for rows in asked.rows:
             print(json.dumps(measured(name, rows, weights)), flush=True)
     del weights
-    sizes = {name: WEIGHTS[f"8B {name}"] for name in ("qkv", "out", "gate_up", "down")}
+    sizes = dict(zip(NAMES, MODELS["8B"], strict=True))
+    hidden = MODELS["8B"][0][1]
     layers = [{name: random(*size, scale=size[1] ** -0.5) for name, size in sizes.items()} for _ in range(6)]
     for rows in asked.rows:
-        taken = {"+".join(each) or "none": layer_us(rows, each, layers) for each in (tuple(sizes), ("gate_up",), ())}
+        taken = {}
+        for shared in (NAMES, ("gate_up",), ()):
+            taken["+".join(shared) or "none"] = round(layer_us(rows, bound(shared, layers), hidden, hidden), 2)
         print(json.dumps({"layer": "8B", "rows": rows, "us": taken}), flush=True)
 
 

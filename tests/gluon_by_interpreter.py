@@ -28,7 +28,7 @@ class Anywhere:
 
 
 class Shared:
-    """Memory that programs share. Before anything is copied to it, it is not a number."""
+    """Memory that a program's threads share. Before anything is copied to it, it is not a number."""
 
     def __init__(self, element: tl.dtype, shape: list[int], _: Anywhere) -> None:
         self.values: Any = np.full([as_number(each) for each in shape], np.nan, dtype=np.float32)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_simulated import simulated
+from compared_products import TOLERANCE, assert_equals_float64
 from gluon_by_interpreter import interpreted
 from triton_devices import NEEDS_INTERPRETER
 
@@ -15,24 +14,9 @@ from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few, linear_persistent
 from enginery_ops_triton.persistent_rows import AHEAD, BLOCK_K, BLOCK_N, NUM_WARPS, PersistentRows, bind_persistent, serves_few
 
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FROM_FEW = ("add_block", "addresses", "by_quads", "columns_of", "load_block", "outputs_adjacent", "sums")
 UNCHAINED = ("release_successor", "wait_for_predecessor")
 BLOCK = NUM_WARPS * BLOCK_K
-
-
-def assert_equals_float64(product: PersistentRows, rows: int) -> None:
-    """x is a part of wider rows, which hold what is no number beside it."""
-    weight = product.weight
-    columns = weight.shape[1]
-    wider = torch.full((rows, columns + 32), float("nan"), dtype=weight.dtype, device=weight.device)
-    wider[:, 16:-16] = torch.randn(rows, columns)
-    x = wider[:, 16:-16]
-    expected = x.double() @ weight.double().T + (0 if product.bias is None else product.bias.double())
-    actual = product(x)
-    assert actual.dtype == weight.dtype
-    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[weight.dtype], rtol=TOLERANCE[weight.dtype])
-    assert torch.equal(product(x), actual)
 
 
 def make(outputs: int, columns: int, *, biased: bool, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,13 +87,6 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
 )
 def test_weights_that_are_served(outputs: int, columns: int, is_direct: bool, expected: bool) -> None:
     assert serves_few(outputs, columns, is_direct=is_direct) is expected
-
-
-@pytest.fixture
-def hopper() -> Iterator[None]:
-    """A simulated device."""
-    with simulated():
-        yield
 
 
 @pytest.mark.usefixtures("hopper")

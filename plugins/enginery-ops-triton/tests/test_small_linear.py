@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compared_products import TOLERANCE, assert_equals_float64
 from gluon_by_interpreter import interpreted
 from triton_devices import NEEDS_INTERPRETER
 
@@ -22,7 +23,6 @@ DIRECT = {
     "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1, registers=128),
     "more x ahead": DirectShape(block_n=16, block_k=128, num_warps=4, ahead=1, x_ahead=2, registers=128),
 }
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize(
@@ -162,20 +162,6 @@ def test_a_product_that_norms_its_row_has_all_columns_at_once() -> None:
     assert normed_shape(1024, 4097) is None
 
 
-def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:
-    """x is a part of wider rows, which hold what is no number beside it."""
-    weight = product.weight
-    wider = torch.full((rows, columns + 32), float("nan"), dtype=weight.dtype, device=weight.device)
-    wider[:, 16:-16] = torch.randn(rows, columns)
-    x = wider[:, 16:-16]
-    expected = x.double() @ weight.double().T + (0 if product.bias is None else product.bias.double())
-    actual = product(x)
-    assert actual.dtype == weight.dtype
-    tolerance = TOLERANCE[weight.dtype]
-    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
-    assert torch.equal(product(x), actual)
-
-
 def make_direct(outputs: int, columns: int, shape: DirectShape, *, biased: bool, dtype: torch.dtype, device: str) -> DirectRows:
     kernels = gluon_kernels("linear_few")
     assert kernels is not None
@@ -203,7 +189,7 @@ def test_what_direct_products_compute_equals_float64(
     torch.manual_seed(rows)
     product = make_direct(outputs, columns, shape, biased=biased, dtype=dtype, device="cpu")
     product.kernels = interpreted(monkeypatch, Path(str(linear_few.__file__)), num_warps=shape.num_warps)
-    assert_direct_equals_float64(product, rows, columns)
+    assert_equals_float64(product, rows)
 
 
 @pytest.mark.gpu
@@ -216,4 +202,4 @@ def test_direct_products_equal_float64(
 ) -> None:
     torch.manual_seed(rows)
     product = make_direct(outputs, columns, shape, biased=biased, dtype=dtype, device="cuda")
-    assert_direct_equals_float64(product, rows, columns)
+    assert_equals_float64(product, rows)

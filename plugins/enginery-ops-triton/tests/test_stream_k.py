@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_simulated import simulated
+from compared_products import TOLERANCE, assert_equals_float64
 from gluon_by_interpreter import interpreted
 from rings_by_interpreter import stand_ins
 
@@ -17,22 +16,6 @@ from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_stream_k
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.stream_k import BLOCK_K, BLOCK_N, StreamK, bind_stream_k, num_programs, serves
-
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-def assert_equals_float64(product: StreamK, rows: int) -> None:
-    """x is a part of wider rows, which hold what is no number beside it. Twice: what the first left is as it was."""
-    weight = product.weight
-    columns = weight.shape[1]
-    wider = torch.full((rows, columns + 32), float("nan"), dtype=weight.dtype, device=weight.device)
-    wider[:, 16:-16] = torch.randn(rows, columns)
-    x = wider[:, 16:-16]
-    expected = x.double() @ weight.double().T + (0 if product.bias is None else product.bias.double())
-    actual = product(x)
-    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[weight.dtype], rtol=TOLERANCE[weight.dtype])
-    assert torch.equal(product(x), actual)
-    assert not product.arrived.any()
 
 
 @pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
@@ -57,7 +40,9 @@ def test_what_is_computed_equals_float64(
     kernels = interpreted(monkeypatch, Path(str(linear_stream_k.__file__)), num_warps=4, **stand_ins(4))
     weight = (torch.randn(outputs, columns) * columns**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
-    assert_equals_float64(StreamK(weight, bias, kernels=kernels, programs=programs), rows)
+    product = StreamK(weight, bias, kernels=kernels, programs=programs)
+    assert_equals_float64(product, rows)
+    assert not product.arrived.any()
 
 
 @pytest.mark.parametrize(("first", "stride"), [(1, 2 * BLOCK_K), (0, BLOCK_K + 4)], ids=["beginning", "rows"])
@@ -80,7 +65,9 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
     assert kernels is not None
     weight = (torch.randn(outputs, columns, device="cuda") * columns**-0.5).to(dtype)
     bias = torch.randn(outputs, device="cuda").to(dtype) if biased else None
-    assert_equals_float64(StreamK(weight, bias, kernels=kernels, programs=num_programs(132)), rows)
+    product = StreamK(weight, bias, kernels=kernels, programs=num_programs(132))
+    assert_equals_float64(product, rows)
+    assert not product.arrived.any()
 
 
 @pytest.mark.parametrize(
@@ -106,13 +93,6 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
 )
 def test_weights_that_are_served(outputs: int, columns: int, rows: int, expected: bool) -> None:
     assert serves(outputs, columns, rows, programs=128) is expected
-
-
-@pytest.fixture
-def hopper() -> Iterator[None]:
-    """A simulated device."""
-    with simulated():
-        yield
 
 
 @pytest.mark.usefixtures("hopper")

@@ -5,9 +5,16 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 
 def gluon_kernels(name: str, version: str = triton.__version__) -> ModuleType | None:
     """That module of `kernels`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
     return importlib.import_module(f"enginery_ops_triton.kernels.{name}") if version.startswith("3.6.") else None
+
+
+def hopper_kernels(name: str, weight: torch.Tensor) -> ModuleType | None:
+    """The same for a weight on a device of Hopper's, for which they are cut."""
+    on_hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
+    return gluon_kernels(name) if on_hopper else None

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from enginery_ops_triton.gluon_kernels import gluon_kernels
+from enginery_ops_triton.gluon_kernels import hopper_kernels
 
 PERSISTENT_ROWS: Final = 8
 LEAST_OUTPUTS: Final = 1024
@@ -36,11 +36,9 @@ def bind_persistent(
     weight: torch.Tensor, bias: torch.Tensor | None, *, is_direct: bool, multiprocessors: int
 ) -> PersistentRows | None:
     """None: it is not faster, or cannot be: on other devices than Hopper's, and with other versions of Triton."""
-    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
-        return None
     if weight.stride(0) % 16 or weight.data_ptr() % 16 or not serves_few(*weight.shape, is_direct=is_direct):
         return None
-    kernels = gluon_kernels("linear_persistent")
+    kernels = hopper_kernels("linear_persistent", weight)
     return PersistentRows(weight, bias, kernels=kernels, programs=multiprocessors) if kernels else None
 
 

@@ -23,6 +23,8 @@ from enginery_ops_triton.stream_k import bind_stream_k, serves
 DIRECT_ROWS: Final = 8
 FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
+SEVERAL_ROWS: Final = (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS)
+"""Each is the most of a product that is chosen for itself."""
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 LEAST_DIRECT_COLUMNS, MOST_DIRECT_OUTPUTS = 2048, 16384
 MOST_OUTPUTS_OF_SHORT_ROWS: Final = 32768  # of LEAST_DIRECT_COLUMNS, for several rows of x
@@ -121,8 +123,8 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
     if is_short and dependent_launch:
-        by_rows |= _bind_for_hopper(weight, bias, multiprocessors=multiprocessors)
-    for most in (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS) if is_short else ():
+        by_rows |= _bind_in_gluon(weight, bias, multiprocessors=multiprocessors)
+    for most in SEVERAL_ROWS if is_short else ():
         if most in by_rows:
             continue
         if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
@@ -133,7 +135,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     return Product(weight, bias, in_order, of_norm=bind_normed(weight, bias, dependent_launch=dependent_launch))
 
 
-def _bind_for_hopper(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> dict[int, LinearFn]:
+def _bind_in_gluon(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> dict[int, LinearFn]:
     """What is written in Gluon, by the most rows of each."""
     (outputs, columns), by_rows = weight.shape, dict[int, LinearFn]()
     shapes = {most: direct_shape(outputs, columns, most, multiprocessors=multiprocessors) for most in (MATVEC_ROWS, DIRECT_ROWS)}
@@ -145,7 +147,7 @@ def _bind_for_hopper(weight: torch.Tensor, bias: torch.Tensor | None, *, multipr
     if persistent := bind_persistent(weight, bias, is_direct=is_direct, multiprocessors=multiprocessors):
         by_rows[PERSISTENT_ROWS] = persistent
     if in_shares := bind_stream_k(weight, bias, multiprocessors=multiprocessors):
-        for most in (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS):
+        for most in SEVERAL_ROWS:
             if serves(outputs, columns, most, programs=in_shares.programs):
                 by_rows[most] = in_shares
     return by_rows

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from enginery_ops_triton.gluon_kernels import gluon_kernels
+from enginery_ops_triton.gluon_kernels import hopper_kernels
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.persistent_rows import LEAST_BESIDE_DIRECT, MOST_COLUMNS, PERSISTENT_ROWS
 
@@ -52,11 +52,9 @@ def bind_stream_k(weight: torch.Tensor, bias: torch.Tensor | None, *, multiproce
     """None: it is not faster, or cannot be: on other devices than Hopper's, and with other versions of Triton."""
     outputs, columns = weight.shape
     programs = num_programs(multiprocessors)
-    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
-        return None
     if weight.stride(0) % 8 or weight.data_ptr() % 16 or not serves(outputs, columns, FEWEST_ROWS, programs=programs):
         return None
-    kernels = gluon_kernels("linear_stream_k")
+    kernels = hopper_kernels("linear_stream_k", weight)
     return StreamK(weight, bias, kernels=kernels, programs=programs) if kernels else None
 
 

@@ -55,6 +55,18 @@ def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_len
     assert len(parts) <= 2 * extra
 
 
+def test_a_captured_step_of_few_requests_has_one_wave_of_items_that_are_even() -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    assert [cut.room(requests) for requests in (1, 4, 5)] == [cut.wave, cut.wave, 4 * cut.wave - 5]
+    items, _, _ = split_decoding(lens(500_000), cut, columns=7)
+    lengths = items[:, 3] - items[:, 2]
+    assert len(items) <= 1 + cut.wave
+    assert lengths.max() - lengths.min() <= cut.tile_keys
+    items, _, _ = split_decoding(lens(90_000, 3_000, 40_000, 17_000), cut, columns=7)
+    lengths = items[:, 3] - items[:, 2]
+    assert lengths.max() <= 1.1 * 150_000 / cut.wave
+
+
 @given(
     kv_lens=st.lists(st.integers(8, 3000), min_size=1, max_size=20),
     window=st.none() | st.integers(1, 600),

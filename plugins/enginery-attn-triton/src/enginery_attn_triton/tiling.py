@@ -17,6 +17,7 @@ from enginery_attn_triton.spec import WORKSPACE_BYTES
 
 SMALL_TILE: Final = 16  # rows; the least that a matrix unit takes
 MAX_WAVES: Final = 4  # of items in a decoding step: the last wave is not full, and more of them cost more at their starts
+EVEN_ITEMS: Final = 16  # of a request in one wave: more waves would even out less than a captured step's empty items take
 TALL_REQUESTS: Final = 64  # a decoding step of so many has a launch of its own for the keys that requests share, in tall tiles
 TALL_ROWS: Final = 64
 TALL_WAVES: Final = 2
@@ -209,7 +210,8 @@ class DecodeCut:
         return -(-self.length // self.together) if self.length > 1 else 1
 
     def room(self, num_requests: int, *, waves: int = MAX_WAVES) -> int:
-        """Items more than so many requests, at the most."""
+        """Items more than so many requests, at the most. Few are cut evenly into a single wave."""
+        waves = 1 if num_requests * EVEN_ITEMS <= self.wave else waves
         return min(self.extra, max(waves * self.wave - num_requests, self.wave))
 
     def tall_room(self, num_requests: int) -> int:

@@ -152,5 +152,6 @@ class ScheduleSettings:
     prefill_fraction: float
     max_queued_requests: int
     prefix_cache: bool
+    vocab_size: int
     stages: int = 1
     first_seat: int = 0

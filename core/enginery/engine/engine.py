@@ -155,7 +155,6 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """As `EngineLike` says; one without a seed gets one, by which its tokens are drawn."""
         params, vocab_size = request.params, self.facts.vocab_size
-        check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
         check_token_ids("logit_bias", params.logit_bias, vocab_size=vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
         if params.seed is None:

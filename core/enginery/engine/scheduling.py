@@ -42,25 +42,14 @@ def scheduling_of(
     drafting: Drafts | None,
 ) -> Scheduling:
     """watcher_of: of each lane's prefix cache. drafting: where there is one lane."""
-    settings, caches = parts.choice.settings, list[RadixPrefixCache]()
+    caches = list[RadixPrefixCache]()
     policy = guarded_policy(registry.schedule_policy(asked.schedule_policy))
 
     def scheduler(lane: int) -> Scheduler:
         cache, allocator, finite = page_owners(parts, watcher_of(lane))
         caches.append(cache)
         return Scheduler(
-            ScheduleSettings(
-                page_size=asked.page_size,
-                num_pages=parts.memory.num_pages,
-                max_model_len=settings.max_model_len,
-                max_batch_tokens=settings.max_batch_tokens,
-                max_batch_requests=settings.max_batch_requests,
-                prefill_fraction=settings.prefill_fraction,
-                max_queued_requests=asked.max_queued_requests,
-                prefix_cache=settings.prefix_cache,
-                stages=asked.pp,
-                first_seat=lane * settings.max_batch_requests,
-            ),
+            _settings_of(asked, parts, lane),
             policy,
             cache=cache,
             allocator=allocator,
@@ -73,6 +62,23 @@ def scheduling_of(
     if len(lanes) > 1:
         return Scheduling(LaneScheduler(lanes), caches, None)
     return Scheduling(lanes[0], caches, None if drafting is None else Ahead(lanes[0], drafting))
+
+
+def _settings_of(asked: EngineOptions, parts: BuiltParts, lane: int) -> ScheduleSettings:
+    settings = parts.choice.settings
+    return ScheduleSettings(
+        page_size=asked.page_size,
+        num_pages=parts.memory.num_pages,
+        max_model_len=settings.max_model_len,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_requests=settings.max_batch_requests,
+        prefill_fraction=settings.prefill_fraction,
+        max_queued_requests=asked.max_queued_requests,
+        prefix_cache=settings.prefix_cache,
+        vocab_size=parts.choice.facts.vocab_size,
+        stages=asked.pp,
+        first_seat=lane * settings.max_batch_requests,
+    )
 
 
 def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[RadixPrefixCache, PageAllocator, FiniteMemory]:

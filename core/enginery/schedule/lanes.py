@@ -77,7 +77,8 @@ class LaneScheduler:
         """Queue it where the least work is left for it. Raises as `Scheduler.submit` does."""
         if self._lane_of(asked.request_id) is not None:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
-        tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
+        tokens = prompt_tokens(asked, self._lanes[0].settings.vocab_size)
+        reuses = asked.params.prompt_logprobs is None
         standings = [
             Standing(
                 waiting=lane.table.num_ahead, cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0, num_sent=sent

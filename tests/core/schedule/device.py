@@ -29,6 +29,7 @@ def settings_of(**changes):
         "prefill_fraction": 1.0,
         "max_queued_requests": 100,
         "prefix_cache": True,
+        "vocab_size": 1 << 20,
     }
     return ScheduleSettings(**(small | changes))
 

@@ -50,9 +50,15 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
     scheduler.submit(asked_of("a", [6]))
 
 
-def test_a_prompt_token_that_is_no_32_bit_integer_is_refused():
+@pytest.mark.parametrize(("prompt", "wrong"), [([7, 2**40], 2**40), ([-1], -1), ([99, 100], 100), ([100, 2**40], 100)])
+def test_a_prompt_token_that_is_not_in_the_vocabulary_is_refused(prompt, wrong):
+    with pytest.raises(RequestError, match=f"^prompt has token id {wrong}, but the vocabulary has ids 0 to 99$"):
+        scheduler_of(vocab_size=100).submit(asked_of("a", prompt))
+
+
+def test_a_prompt_token_that_is_no_integer_is_refused():
     with pytest.raises(RequestError, match="no token id"):
-        scheduler_of().submit(asked_of("a", [2**40]))
+        scheduler_of().submit(asked_of("a", [1, "2"]))
 
 
 def test_one_request_too_many_is_told_to_retry():

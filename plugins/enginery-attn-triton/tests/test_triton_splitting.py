@@ -58,13 +58,13 @@ def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_len
 def test_a_captured_step_of_few_requests_has_one_wave_of_items_that_are_even() -> None:
     cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
     assert [cut.room(requests) for requests in (1, 4, 5)] == [cut.wave, cut.wave, 4 * cut.wave - 5]
+    for kv_lens in ((500_000,), (90_000, 3_000, 40_000, 17_000), (60_000,) * 3):
+        items, _, _ = split_decoding(lens(*kv_lens), cut, columns=7)
+        assert len(items) <= cut.wave, "one more would run alone, after all others"
+        assert (items[:, 3] - items[:, 2]).max() <= 1.1 * sum(kv_lens) / cut.wave
     items, _, _ = split_decoding(lens(500_000), cut, columns=7)
     lengths = items[:, 3] - items[:, 2]
-    assert len(items) <= 1 + cut.wave
     assert lengths.max() - lengths.min() <= cut.tile_keys
-    items, _, _ = split_decoding(lens(90_000, 3_000, 40_000, 17_000), cut, columns=7)
-    lengths = items[:, 3] - items[:, 2]
-    assert lengths.max() <= 1.1 * 150_000 / cut.wave
 
 
 @given(

@@ -221,7 +221,7 @@ def _num_waves(tiles: Ints, wave: int, *, tile_keys: int, most: int) -> int:
 
 def _filling_waves(tiles: Ints, cut: DecodeCut, *, num_requests: int, least: int | Ints) -> int | Ints:
     """One wave where no item of it is much longer than the others; else as many items as there is room for."""
-    waves = _num_waves(tiles, cut.wave, tile_keys=cut.tile_keys, most=MAX_WAVES)
+    waves = _num_waves(tiles, cut.wave, tile_keys=cut.tile_keys, most=cut.most_waves(num_requests))
     one = min(cut.wave, num_requests + cut.extra)
     if waves == 1 and len(tiles) <= one:
         per = tiles_per_item(tiles, most=one, least=least)

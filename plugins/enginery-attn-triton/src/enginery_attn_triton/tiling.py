@@ -209,9 +209,13 @@ class DecodeCut:
         """Of a request's rows, as many as an item is for in each."""
         return -(-self.length // self.together) if self.length > 1 else 1
 
+    def most_waves(self, num_requests: int) -> int:
+        """Of items. So few requests as a wave has `EVEN_ITEMS` of each are cut evenly into one."""
+        return 1 if num_requests * EVEN_ITEMS <= self.wave else MAX_WAVES
+
     def room(self, num_requests: int, *, waves: int = MAX_WAVES) -> int:
-        """Items more than so many requests, at the most. Few are cut evenly into a single wave."""
-        waves = 1 if num_requests * EVEN_ITEMS <= self.wave else waves
+        """Items more than so many requests, at the most."""
+        waves = min(waves, self.most_waves(num_requests))
         return min(self.extra, max(waves * self.wave - num_requests, self.wave))
 
     def tall_room(self, num_requests: int) -> int:

@@ -24,7 +24,7 @@ from enginery.api import (
     Unsupported,
 )
 from enginery.testing.cases import AttnCase
-from enginery.testing.check_plans import verifies_captured
+from enginery.testing.check_plans import MixedCall, _mixed_steps, verifies_captured
 from enginery.testing.rules import compare
 from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject
@@ -170,6 +170,18 @@ def test_drafts_are_verified_in_a_graph_and_rows_that_pad_it_are_no_matter() -> 
     bench = made()
     bench.relay.ask("init_graph_state", max_batch_size=8, max_num_tokens=24)
     assert verifies_captured(bench, AgainAndAgain()) is None
+
+
+@pytest.mark.parametrize(("rows", "length"), [(96, 1), (512, 1), (512, 4)])
+def test_mixed_steps_are_captured_and_rows_of_nobody_are_zero(rows: int, length: int) -> None:
+    bench = made()
+    bench.relay.ask("init_graph_state", max_batch_size=16, max_num_tokens=16)
+    bench.relay.ask("init_mixed_graph_state", max_batch_size=16, max_num_tokens=512)
+    step = MixedCall(bench, AgainAndAgain(), size=rows // length, length=length)
+    for turns in _mixed_steps(rows, each=length):
+        bench.forget()
+        step.replay(bench.turns(turns))
+        assert bench.backend.graphs.wrapper.item.blocks == 1, "as when it was captured"
 
 
 def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:

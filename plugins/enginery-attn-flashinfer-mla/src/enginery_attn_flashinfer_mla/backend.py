@@ -14,6 +14,7 @@ from enginery.api import (
     ForwardPlan,
     KVPiece,
     LayerSpec,
+    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -22,8 +23,8 @@ from enginery.api import (
 )
 from enginery_attn_flashinfer.leases import Lease
 from enginery_attn_flashinfer_mla.contract import KernelSettings, LoadKernels, PagedWrapper
-from enginery_attn_flashinfer_mla.pages import Rows, page_lists
-from enginery_attn_flashinfer_mla.plan import FlashInferMlaPlan, PagedPart, Planner, attend_parts
+from enginery_attn_flashinfer_mla.pages import Rows, padded, page_lists
+from enginery_attn_flashinfer_mla.plan import TILE, FlashInferMlaPlan, PagedPart, Planner, attend_parts
 from enginery_attn_flashinfer_mla.spec import RAGGED_DIMS, FlashInferMlaOptions, ragged_dims
 
 MAX_INDICES: Final = 16 << 20  # 64 MiB
@@ -32,22 +33,27 @@ MAX_INDICES: Final = 16 << 20  # 64 MiB
 class CapturedSteps:
     """One wrapper for the graphs of all sizes, which run one at a time, each after it was planned for that step.
 
-    Where `MLAPlan` puts things depends on the device alone, so a graph finds them whatever its size; how many blocks work together
-    depends on the rows of a request, of which every step of a graph has as many.
+    Where `MLAPlan` puts things depends on the device alone, so a graph finds them whatever its size. How many blocks work together
+    depends on the rows that a request has on average, which are the same in all steps of a graph; mixed steps have so many requests
+    without rows besides that a block works alone.
     """
 
     def __init__(self, planner: Planner, *, max_batch_size: int, max_rows: int, num_pages: int) -> None:
         if max_batch_size > planner.max_rows:
             raise Unsupported(f"graphs of {max_batch_size} requests are asked for; FlashInfer plans {planner.max_rows} at most")
         self.planner = planner
-        self.max_batch_size, self.max_rows = max_batch_size, min(max_rows, planner.max_rows)
+        self.max_batch_size, self.max_rows, self.mixed_rows = max_batch_size, min(max_rows, planner.max_rows), 0
         num_indices = min(max_batch_size * (num_pages + 1), MAX_INDICES)
         self.indices = torch.zeros(num_indices, dtype=torch.int32, device=planner.device)
         self.wrapper: Lease[PagedWrapper] = Lease(planner.kernels.paged(planner.workspace()))
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Copy the page numbers to where kernels read them, and plan again."""
-        pages = page_lists(rows_of(batch), page_size=self.planner.page_size, pinned=self.planner.pinned)
+        rows, mixed = rows_of(batch), batch.phase is Phase.MIXED
+        if mixed:
+            tiles = -(-batch.num_tokens * self.planner.num_heads // TILE)
+            rows = padded(rows, num_rows=batch.num_tokens, num_requests=tiles)
+        pages = page_lists(rows, page_size=self.planner.page_size, pinned=self.planner.pinned, causal=mixed)
         if len(pages.indices) > len(self.indices):
             raise Unsupported(
                 f"{batch.num_requests} requests with {len(pages.indices)} pages do not fit the page lists of captured steps, which "
@@ -89,7 +95,8 @@ class FlashInferMla:
     def _graphs_of(self, batch: ForwardBatch) -> CapturedSteps:
         """Raises `Unsupported` for a batch that cannot be captured."""
         graphs = self.graphs
-        if graphs is None or batch.num_requests > graphs.max_batch_size or batch.num_tokens > graphs.max_rows:
+        most = 0 if graphs is None else graphs.mixed_rows if batch.phase is Phase.MIXED else graphs.max_rows
+        if graphs is None or batch.num_requests > graphs.max_batch_size or batch.num_tokens > most:
             raise Unsupported(
                 f"{self.backend_id} captures steps after init_graph_state and no larger than it was told; this is a batch of "
                 f"{batch.num_requests} requests and {batch.num_tokens} tokens"
@@ -114,9 +121,21 @@ class FlashInferMla:
         return True
 
     @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """They have the memory of other captured steps, in which one of them is planned at a time."""
+        if self.graphs is None or max_batch_size > self.graphs.max_batch_size:
+            raise Unsupported(
+                f"{self.backend_id} captures mixed steps after init_graph_state, and of no more requests than that was told; "
+                f"these are to be of {max_batch_size}"
+            )
+        self.graphs.mixed_rows = min(max_num_tokens, self.planner.max_rows)
+        return True
+
+    @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         """Plan this batch in the captured wrapper."""
-        if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
+        captured = plan.key.phase is Phase.MIXED or plan.key.num_requests == batch.num_requests
+        if self.graphs is None or plan.key.epoch != self.epoch or not captured:
             raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
         self.graphs.refresh(batch)
         return True

@@ -21,7 +21,7 @@ class PagedWrapper(Reusable, Protocol):
     """Attention over latents in their pages. Holds one plan at a time."""
 
     def plan(self, pages: PageLists, *, indices: torch.Tensor | None = None) -> None:
-        """Reads host tensors alone; waits only if the copy of the plan before is pending. Every request has rows.
+        """Reads host tensors alone; waits only if the copy of the plan before is pending.
 
         indices: where a captured step finds its pages on the device, copied there by the caller.
         """

@@ -78,7 +78,7 @@ class PagedLatents(_Planned):
             settings.latent.rank,
             settings.latent.rope_dim,
             settings.page_size,
-            int(pages.q_indptr[-1]) != len(pages.kv_lens),
+            pages.causal,
             _NAN,
             settings.dtype,
             settings.dtype,

@@ -20,8 +20,9 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageLists:
-    """q_indptr [B + 1], kv_indptr [B + 1], kv_lens [B], indices [N]: int32, host."""
+    """q_indptr [B + 1], kv_indptr [B + 1], kv_lens [B], indices [N]: int32, host. causal: False where every request has one row."""
 
+    causal: bool
     q_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     kv_lens: torch.Tensor
@@ -54,13 +55,22 @@ def cut_rows(rows: Rows, most: int) -> Iterator[Rows]:
         yield Rows(q_lens=(high - low)[some].astype(np.int32), kv_lens=kv_lens, table=rows.table[some], first=rows.first + first)
 
 
-def page_lists(rows: Rows, *, page_size: int, pinned: bool) -> PageLists:
-    """pinned: in pinned memory, so that copies to the device need not be waited for."""
+def padded(rows: Rows, *, num_rows: int, num_requests: int) -> Rows:
+    """So many rows, and so many requests at least. Rows of nobody are of a request without keys, for which kernels write zeros."""
+    more = np.zeros(max(1, num_requests - len(rows.q_lens)), dtype=np.int32)
+    q_lens, kv_lens = (np.concatenate([lens, more]) for lens in (rows.q_lens, rows.kv_lens))
+    q_lens[len(rows.q_lens)] = num_rows - rows.q_lens.sum()
+    return Rows(q_lens=q_lens, kv_lens=kv_lens, table=np.pad(rows.table, ((0, len(more)), (0, 0))), first=rows.first)
+
+
+def page_lists(rows: Rows, *, page_size: int, pinned: bool, causal: bool = False) -> PageLists:
+    """pinned: in pinned memory, so that copies to the device need not be waited for. causal: even if every request has one row."""
     counts = -(-rows.kv_lens // page_size)  # [B]
     parts = [row[:count] for row, count in zip(rows.table, counts.tolist(), strict=True)]
     lists = (starts_of(rows.q_lens), starts_of(counts), rows.kv_lens, np.concatenate(parts) if parts else counts)
     q_indptr, kv_indptr, kv_lens, indices = on_host(*lists, pinned=pinned)
-    return PageLists(q_indptr=q_indptr, kv_indptr=kv_indptr, kv_lens=kv_lens, indices=indices)
+    masked = causal or int(q_indptr[-1]) != len(kv_lens)
+    return PageLists(causal=masked, q_indptr=q_indptr, kv_indptr=kv_indptr, kv_lens=kv_lens, indices=indices)
 
 
 def starts_of(counts: Ints) -> Ints:

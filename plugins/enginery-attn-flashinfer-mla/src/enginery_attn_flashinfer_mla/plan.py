@@ -83,7 +83,7 @@ class Planner:
     def __init__(self, kernels: Kernels, settings: KernelSettings, arena: WorkspaceArena) -> None:
         on_gpu = settings.device.type == "cuda"
         self.kernels = kernels
-        self.page_size = settings.page_size
+        self.page_size, self.num_heads = settings.page_size, settings.num_heads
         self.device = settings.device
         self.pinned = on_gpu
         self.max_rows = max_rows(settings.num_heads)

@@ -14,6 +14,7 @@ from enginery_attn_flashinfer_mla.contract import KernelSettings
 from enginery_attn_flashinfer_mla.pages import PageLists
 
 LARGE: Final = 5e4  # FlashInfer's infinity
+TILE: Final = 64  # rows times heads
 
 
 class TorchKernels:
@@ -41,6 +42,7 @@ class TorchPaged:
         self.kv_lens: list[int] = []
         self.kv_indptr: list[int] = []
         self.indices = torch.empty(0, dtype=torch.int32)
+        self.blocks = 0  # that work together, which a graph keeps
 
     def is_pending(self) -> bool:
         """Never."""
@@ -52,7 +54,8 @@ class TorchPaged:
         self.kv_indptr = pages.kv_indptr.tolist()
         self.indices = pages.indices.clone() if indices is None else indices
         assert self.q_lens, "FlashInfer divides by the number of requests"
-        assert min(self.q_lens) > 0, "its tiles are chosen by the average of rows"
+        self.blocks = 2 if sum(self.q_lens) * self.settings.num_heads // len(self.q_lens) > TILE else 1
+        assert pages.causal or set(self.q_lens) == {1}
 
     def run(self, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor, *, scale: float) -> None:
         """See `contract.PagedWrapper`."""

@@ -67,6 +67,15 @@ def test_a_captured_step_of_few_requests_has_one_wave_of_items_that_are_even() -
     assert lengths.max() - lengths.min() <= cut.tile_keys
 
 
+@pytest.mark.parametrize(("requests", "wave"), [(1, 49), (2, 49), (3, 66)])
+def test_few_requests_have_as_many_items_as_their_kernel_runs_at_once(requests: int, wave: int) -> None:
+    """Of 128 dims three programs run on a multiprocessor, not four."""
+    cut = LayerCut.of(LLAMA, itemsize=2, device=dataclasses.replace(H200, chained=True)).decode
+    assert cut.room(requests) == wave
+    items, _, _ = split_decoding(lens(*[60_000] * requests), cut, columns=7)
+    assert 0.9 * wave < len(items) <= wave
+
+
 @given(
     kv_lens=st.lists(st.integers(8, 3000), min_size=1, max_size=20),
     window=st.none() | st.integers(1, 600),

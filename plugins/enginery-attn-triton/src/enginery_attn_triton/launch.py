@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from enginery_attn_triton import few_requests
 from enginery_attn_triton.kernels.decode import decode, merge
 from enginery_attn_triton.kernels.prefill import prefill
 from enginery_attn_triton.launches import Launches
@@ -105,7 +106,15 @@ def run_decode(
     values = parts.view(torch.float32)
     sums = values[cut.decode.parts * dims.num_heads * dims.value :]
     sinks = q if scores.sinks is None else scores.sinks
-    for items, tile in ((split.tall, cut.tall_tile), (split.items, cut.decode_tile)):
+    on_device = lengths is not None or trees is not None or memory.k.dtype != q.dtype
+    num_requests = len(split.splits) // cut.decode.length
+    few = None if on_device else few_requests.kernel_of(cut, num_requests)
+    if few is not None:
+        tensors = (q, memory.k, memory.v, out, values, sums, split.items, split.splits, memory.pages, sinks)
+        compiled_for = partial(few_requests.constants, q, memory.k, memory.v, out, cut, scores=scores)
+        grid, kind = (dims.num_kv_heads, split.items.shape[0]), (id(cut), few, scores.kind)
+        split.launches.run(few, grid, tensors, scores.factors, compiled_for, kind=kind)
+    for items, tile in ((split.tall, cut.tall_tile), (split.items if few is None else None, cut.decode_tile)):
         if items is None or tile is None:
             continue
         split.launches.run(

@@ -221,11 +221,12 @@ def _num_waves(tiles: Ints, wave: int, *, tile_keys: int, most: int) -> int:
 
 def _filling_waves(tiles: Ints, cut: DecodeCut, *, num_requests: int, least: int | Ints) -> int | Ints:
     """One wave where no item of it is much longer than the others; else as many items as there is room for."""
-    waves = _num_waves(tiles, cut.wave, tile_keys=cut.tile_keys, most=cut.most_waves(num_requests))
-    one = min(cut.wave, num_requests + cut.extra)
+    wave = cut.wave_of(num_requests)
+    waves = _num_waves(tiles, wave, tile_keys=cut.tile_keys, most=cut.most_waves(num_requests))
+    one = min(wave, num_requests + cut.extra)
     if waves == 1 and len(tiles) <= one:
         per = tiles_per_item(tiles, most=one, least=least)
-        if int(np.max(per)) <= 1.5 * int(np.add.reduce(tiles)) / cut.wave + ITEM_TILES:
+        if int(np.max(per)) <= 1.5 * int(np.add.reduce(tiles)) / wave + ITEM_TILES:
             return per
     return tiles_per_item(tiles, most=num_requests + cut.room(num_requests, waves=waves), least=least)
 

@@ -21,6 +21,10 @@ EVEN_ITEMS: Final = 16  # of a request in one wave: more waves would even out le
 TALL_REQUESTS: Final = 64  # a decoding step of so many has a launch of its own for the keys that requests share, in tall tiles
 TALL_ROWS: Final = 64
 TALL_WAVES: Final = 2
+FEW_REQUESTS: Final = 2  # of `kernels.decode_few`
+FEW_ROWS: Final = 8  # heads of one KV head, of all requests that may share an item: the matrix units' columns
+FEW_RESIDENT: Final = {64: 4, 128: 3, 256: 4}
+"""Of its programs, that run on a multiprocessor at once, by dims of a head."""
 LATENT_BYTES: Final = 160 << 10  # of shared memory, that tiles of latents with more rows than a small tile's take
 
 
@@ -141,6 +145,14 @@ def resident(tile: Tile, dims: HeadDims, device: Device) -> int:
     return max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
 
 
+def few_requests(dims: HeadDims, tile: Tile, together: int) -> int:
+    """Up to how many `kernels.decode_few` serves: keys and values apart, of 16 bits, of dims that its threads divide among them."""
+    apart = not dims.shared and not dims.rope and dims.itemsize == 2
+    if not apart or dims.group > FEW_ROWS or dims.main not in FEW_RESIDENT or dims.value != dims.main or tile.keys < 2 * SMALL_TILE:
+        return 0
+    return FEW_REQUESTS if together == 1 else min(FEW_REQUESTS, FEW_ROWS // dims.group)
+
+
 def tall_tile(dims: HeadDims, usual: Tile) -> Tile | None:
     """For the heads of several requests. None where registers do not hold it, or the usual tile is full already."""
     if dims.shared or dims.itemsize == 4 or dims.blocks[2] > 128 or 2 * dims.group > TALL_ROWS:
@@ -185,7 +197,8 @@ class DecodeCut:
 
     length: rows of a request. programs: for one item. wave: how many items run at once on the whole device. extra, parts: at the
     most, items more than requests, and parts. together: how many rows an item is for, of requests that share its keys or of one
-    that has several; 1 where none are. tall_together, tall_wave: the same of the items of tall tiles.
+    that has several; 1 where none are. tall_together, tall_wave: the same of the items of tall tiles. few, few_wave: up to how many
+    requests `kernels.decode_few` serves, and how many of its items run at once.
     """
 
     window: int | None
@@ -198,6 +211,8 @@ class DecodeCut:
     together: int = 1
     tall_together: int = 1
     tall_wave: int = 0
+    few: int = 0
+    few_wave: int = 0
 
     @property
     def is_one_tile(self) -> bool:
@@ -209,14 +224,18 @@ class DecodeCut:
         """Of a request's rows, as many as an item is for in each."""
         return -(-self.length // self.together) if self.length > 1 else 1
 
+    def wave_of(self, num_requests: int) -> int:
+        """How many items of so many requests run at once."""
+        return self.few_wave if 0 < num_requests <= self.few else self.wave
+
     def most_waves(self, num_requests: int) -> int:
         """Of items. So few requests as a wave has `EVEN_ITEMS` of each are cut evenly into one."""
-        return 1 if num_requests * EVEN_ITEMS <= self.wave else MAX_WAVES
+        return 1 if num_requests * EVEN_ITEMS <= self.wave_of(num_requests) else MAX_WAVES
 
     def room(self, num_requests: int, *, waves: int = MAX_WAVES) -> int:
         """Items more than so many requests, at the most."""
-        waves = min(waves, self.most_waves(num_requests))
-        return min(self.extra, max(waves * self.wave - num_requests, self.wave))
+        waves, wave = min(waves, self.most_waves(num_requests)), self.wave_of(num_requests)
+        return min(self.extra, max(waves * wave - num_requests, wave))
 
     def tall_room(self, num_requests: int) -> int:
         """Items of tall tiles, at the most."""
@@ -247,6 +266,7 @@ class LayerCut:
         tall = tall_tile(dims, tile) if plain else None
         together = min(length, max(1, tile.rows // dims.group)) if length > 1 else tile.rows // dims.group if shares else 1
         extra = min(MAX_WAVES * wave, most // (2 * (together if length > 1 else 1)))
+        few = few_requests(dims, tile, together) if device.chained and length == 1 else 0
         cut = DecodeCut(
             length=length,
             window=facts.sliding_window,
@@ -258,6 +278,8 @@ class LayerCut:
             together=together,
             tall_together=tall.rows // dims.group if tall else 1,
             tall_wave=max(1, 2 * device.num_units // programs) if tall else 0,
+            few=few,
+            few_wave=max(1, FEW_RESIDENT[dims.main] * device.num_units // programs) if few else 0,
         )
         return cls(dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
 

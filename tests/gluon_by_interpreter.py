@@ -45,8 +45,16 @@ class Shared:
     def index(self, place: Any) -> Shared:
         return self.part(as_number(place))
 
-    def slice(self, first: Any, length: Any) -> Shared:
-        return self.part(slice(as_number(first), as_number(first) + as_number(length)))
+    def slice(self, first: Any, length: Any, dim: int = 0) -> Shared:
+        return self.part((*[slice(None)] * dim, slice(as_number(first), as_number(first) + as_number(length))))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        found = object.__new__(Shared)
+        found.values = self.values.reshape([as_number(each) for each in shape])
+        return found
+
+    def store(self, value: tl.tensor) -> None:
+        self.values[...] = value.to(tl.float32).handle.data
 
     def load(self, _: Anywhere) -> tl.tensor:
         return as_float32(self.values)

@@ -122,6 +122,7 @@ from enginery.contracts.ops import (
     EarlySums as EarlySums,
     ExpertBiases as ExpertBiases,
     ExpertsFn as ExpertsFn,
+    GatableLinear as GatableLinear,
     HostCalls as HostCalls,
     LinearFn as LinearFn,
     NormGate as NormGate,

@@ -2,9 +2,8 @@
 
 What `persistent_rows.serves_few` is drawn from: a product that is fastest alone may leave no room for the kernels around it. A line
 for each model and number of rows, printed as it comes: microseconds of a layer of several in a CUDA graph, whose weights are
-together larger than the L2 cache. Numbers are checked first. `bound` is what `TritonOps.bind_linear` gives, `direct` what it gave
-before.
-`--compile I N` only compiles the I-th of N parts.
+together larger than the L2 cache. Numbers are checked first. `bound` is what `TritonOps.bind_linear` gives, with the gate if it
+takes that, `direct` what it gave before. `--ways` measures some of them, `--compile I N` only compiles the I-th of N parts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 import triton
 from kernels_triton_ops import random, relative_error, time_us
 
-from enginery.api import LinearFn
+from enginery.api import GatableLinear, LinearFn
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.persistent_rows import MOST_COLUMNS, PersistentRows
@@ -27,6 +26,7 @@ from enginery_ops_triton.small_linear import DIRECT_ROWS, DirectRows, FewRows, d
 from enginery_ops_triton.stream_k import StreamK, num_programs
 
 MODELS = {  # outputs and columns of qkv, out, gate and up, down
+    "Qwen3-Next, shared expert": ((9216, 2048), (2048, 4096), (1024, 2048), (2048, 512)),
     "8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "half of 8B": ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)),
     "Qwen3-4B": ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)),
@@ -70,8 +70,8 @@ def ways(multiprocessors: int) -> dict[str, Make]:
     return {"bound": partial(ops.bind_linear, bias=None), "direct": direct, "persistent": persistent, "shares": in_shares}
 
 
-def layer_us(rows: int, layers: list[dict[str, LinearFn]], hidden: int, attended: int) -> float:
-    """Norms, the activation and products, also as `NormingLinear`."""
+def layer_us(rows: int, layers: list[dict[str, LinearFn]], hidden: int, attended: int, *, is_gated: bool) -> float:
+    """Norms, the activation and products, also as `NormingLinear`. is_gated: gate_up takes the activation."""
     ops, scale, wide, x = TritonOps(dependent_launch=True), random(hidden), random(attended), random(rows, hidden)
 
     def normed(product: LinearFn, h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,8 @@ def layer_us(rows: int, layers: list[dict[str, LinearFn]], hidden: int, attended
             h = normed(layer["qkv"], h, residual)
             h = layer["out"](ops.rms_norm(layer["qkv"](h)[:, :attended], wide, 1e-6))
             h = normed(layer["gate_up"], h, residual)
-            h = layer["down"](ops.gated_silu(layer["gate_up"](h)))
+            made = layer["gate_up"](h)
+            h = layer["down"](made if is_gated else ops.gated_silu(made))
 
     return time_us([run]) / len(layers)
 
@@ -97,7 +98,11 @@ def measured(model: str, rows: int, weights: list[dict[str, torch.Tensor]], make
         for name, weight in weights[0].items():
             x = random(rows, weight.shape[1])
             assert relative_error(layers[0][name](x), F.linear(x.double(), weight.double())) < 5e-3, (model, rows, way, name)
-        taken[way] = round(layer_us(rows, layers, MODELS[model][0][1], MODELS[model][1][1]), 2)
+        takes_gates = way == "bound" and isinstance(layers[0]["gate_up"], GatableLinear)
+        if takes_gates:
+            for layer in layers:
+                layer["gate_up"] = layer["gate_up"].with_gate(TritonOps(dependent_launch=True).gated_silu)
+        taken[way] = round(layer_us(rows, layers, MODELS[model][0][1], MODELS[model][1][1], is_gated=takes_gates), 2)
     num_bytes = sum(weight.numel() * 2 for weight in weights[0].values())
     return {"layer": model, "rows": rows, "bytes_us": round(num_bytes / TB_S / 1e6, 1), "us": taken}
 
@@ -106,10 +111,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--ways", nargs="+", choices=("bound", "direct", "persistent", "shares"))
     parser.add_argument("--compile", type=int, nargs=2, metavar=("I", "N"))
     asked = parser.parse_args()
     torch.manual_seed(0)
     makers = ways(torch.cuda.get_device_properties(0).multi_processor_count)
+    makers = {way: make for way, make in makers.items() if not asked.ways or way in asked.ways}
     if asked.compile:
         todo = [(size, make) for model in asked.models for size in MODELS[model] for make in makers.values()]
         for size, make in todo[asked.compile[0] :: asked.compile[1]]:

@@ -49,6 +49,14 @@ class NormingLinear(Protocol):
         """
 
 
+@runtime_checkable
+class GatableLinear(Protocol):
+    """A `LinearFn` that may take the gate behind it too, of few rows as one kernel."""
+
+    def with_gate(self, gated_silu: Callable[[torch.Tensor], torch.Tensor]) -> LinearFn:
+        """[N, in] -> [N, out / 2], for outputs that are gates and then ups. gated_silu: the operation, for all other rows."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingTensors:
     """How each of N rows is sampled. table: [5, N] float32 on the logits' device, the properties' values one after the other.

@@ -33,6 +33,6 @@ CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGro
     HookGroup.ATTN_BACKEND: (2, 1),
     HookGroup.EXECUTOR: (2, 2),
     HookGroup.GRAMMAR: (2, 1),
-    HookGroup.OP: (2, 3),
+    HookGroup.OP: (2, 4),
     HookGroup.PARSER: (2, 2),
 }

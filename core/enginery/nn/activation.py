@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from enginery.contracts.ops import OpTable
+from enginery.contracts.ops import GatableLinear, LinearFn, OpTable
 from enginery.contracts.weights import Activation
 
 
@@ -16,6 +16,14 @@ def gate_function(activation: Activation, ops: OpTable) -> Callable[[torch.Tenso
     if activation.kind == "silu":
         return ops.gated_silu
     return lambda x: gated(x, activation)
+
+
+def gated_product(product: LinearFn, activation: Activation, ops: OpTable) -> LinearFn:
+    """[N, C] -> [N, I]: a product of gates before ups, and their gate."""
+    if activation.kind == "silu" and isinstance(product, GatableLinear):
+        return product.with_gate(ops.gated_silu)
+    gate = gate_function(activation, ops)
+    return lambda x: gate(product(x))
 
 
 def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:

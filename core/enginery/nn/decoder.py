@@ -17,7 +17,7 @@ from enginery.contracts.model import ModelContext, Point, WeightSource
 from enginery.contracts.ops import LinearFn, NormingLinear
 from enginery.contracts.parallel import Cut, StageTensors
 from enginery.contracts.weights import SILU, Activation, Linear, LinearShape
-from enginery.nn.activation import gate_function
+from enginery.nn.activation import gate_function, gated_product
 from enginery.nn.attention import SelfAttention
 from enginery.nn.norm import take_norm
 from enginery.nn.parallel import SingleRank
@@ -40,17 +40,17 @@ class GatedMLP:
         """packed: the module that has gate and up in one piece, where the checkpoint stores them so."""
         hidden, inner, weights = context.facts.hidden_size, intermediate_size, weights.over_lanes()
         names = ("gate_proj", "up_proj") if packed is None else (packed,)
-        self.entry = self.gate_up = weights.linear(
-            LinearShape(names=names, rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=bias)
-        )
+        self.gate_up = weights.linear(LinearShape(names=names, rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=bias))
         self.down = weights.linear(
             LinearShape(names=("down_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=bias, complete=False)
         )
         self.gate = gate_function(activation, context.ops)
+        self.gated = gated_product(self.gate_up, activation, context.ops)
+        self.entry = self.gated if isinstance(self.gated, NormingLinear) else self.gate_up
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
-        return self.down(self.gate(self.gate_up(x)))
+        return self.down(self.gated(x))
 
 
 class AttentionBlock(Protocol):

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from enginery.contracts.ops import ExpertBiases, NormGate, NormingLinear, Routed, Routing, SamplingTensors
+from enginery.contracts.ops import ExpertBiases, GatableLinear, LinearFn, NormGate, NormingLinear, Routed, Routing, SamplingTensors
 from enginery.contracts.weights import SILU, Activation, ExpertNames, ExpertsShape, Scheme, StoredWeight
-from enginery.nn.reference_ops import rms_norm
+from enginery.nn.reference_ops import gated_silu, rms_norm
 from enginery.nn.stored import check_widens
 
 OpFn = Callable[..., Any]  # Any: every operation has arguments and results of its own
@@ -94,12 +94,21 @@ def _bind_linear(
     op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int], bias: bool, scheme: Scheme | None = None
 ) -> Results:
     linear = op(given.weight(scheme, sizes[1], sizes[0]), given.randn(sizes[1]) if bias else None)
-    results = {"product": linear(given.randn(rows, sizes[0] + 8)[:, 8:])}
-    delta, residual, weight = (given.randn(*size, sizes[0]) for size in ((rows,), (rows,), ()))
+    results = _products(linear, given, rows=rows, size=sizes[0])
+    if sizes[1] % 2:
+        return results
+    gated = linear.with_gate(gated_silu) if isinstance(linear, GatableLinear) else lambda x: gated_silu(linear(x))
+    return results | {f"gated {name}": each for name, each in _products(gated, given, rows=rows, size=sizes[0]).items()}
+
+
+def _products(linear: LinearFn, given: Inputs, *, rows: int, size: int) -> dict[str, torch.Tensor]:
+    """Of rows, and of the norm of a sum, which some products take with it."""
+    product = linear(given.randn(rows, size + 8)[:, 8:])
+    delta, residual, weight = (given.randn(*shape, size) for shape in ((rows,), (rows,), ()))
     normed = linear.add_rms_norm(delta, residual, weight, 1e-5) if isinstance(linear, NormingLinear) else None
     if normed is None:
         normed = rms_norm(residual.add_(delta), weight, 1e-5)
-    return {**results, "residual": residual, "norm": normed, "product of it": linear(normed)}
+    return {"product": product, "residual": residual, "norm": normed, "product of it": linear(normed)}
 
 
 def _rms_norm(op: OpFn, given: Inputs, *, shape: tuple[int, ...], weight: tuple[int, ...]) -> Results:

@@ -10,7 +10,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, blocks_for
-from enginery_ops_triton.kernels import linear_persistent
+from enginery_ops_triton.kernels import linear_normed_row, linear_persistent
 from enginery_ops_triton.kernels.experts import down_of_pairs, gate_up_of_pairs
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.kernels.linear import matvec
@@ -19,10 +19,12 @@ from enginery_ops_triton.kernels.linear_normed import normed_matvec
 from enginery_ops_triton.matvec import matvec_shape, normed_shape
 from enginery_ops_triton.persistent_rows import AHEAD, BLOCK_K, BLOCK_N, NUM_WARPS, PersistentRows
 from enginery_ops_triton.small_linear import direct_shape
+from enginery_ops_triton.unit_rows import UnitRow
 
 TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
 TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out", "residual", "norm_weight", "summed", "normed"), "*bf16")
-PLAIN = dict(SCALED=False, BIASED=False, BIAS=False, KIND="silu", ALPHA=1.0, LIMIT=None, CHAINED=True, ROWS=1, JOINED=1)
+PLAIN = dict(KIND="silu", ALPHA=1.0, LIMIT=None, CHAINED=True, ROWS=1, JOINED=1)
+PLAIN |= dict.fromkeys(("SCALED", "BIASED", "BIAS", "GATED"), False)
 QWEN3_NEXT = ExpertSizes(num_experts=513, columns=2048, inner=512, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
 KIMI_LINEAR = ExpertSizes(num_experts=257, columns=2304, inner=1024, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
 
@@ -53,12 +55,12 @@ def check_few_by_matvec(columns: int) -> None:
     assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
 
 
-def check_normed(outputs: int, columns: int) -> None:
+def check_normed(outputs: int, columns: int, *, gated: bool = False) -> None:
     """One program is for the norm, the others are for outputs; each waits once."""
     shape = normed_shape(outputs, columns)
     assert shape is not None
     sizes = dict(COLUMNS=columns, BLOCK=next_power_of_2(columns), BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
-    made = compiled(normed_matvec, shape.num_warps, **sizes)
+    made = compiled(normed_matvec, shape.num_warps, GATED=gated, **sizes)
     ahead, *behind = made.asm["ptx"].split("griddepcontrol.wait")
     assert len(behind) == 2
     lanes, taken = 8 * 32 * shape.num_warps, shape.block_k * shape.ahead  # a lane loads 8 values at once
@@ -85,6 +87,20 @@ def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
     assert late.count("ld.global.L1::evict_first.L2::cache_hint.v4") == of_weight * (steps - shape.ahead)
     assert "shared" not in (early + late).rsplit("mma.sync", 1)[0], "weights and x go from memory to the matrix units"
     assert late.count("bar.sync") == 1, "the sums of all warps are exchanged once"
+    assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
+
+
+def check_unit_row(outputs: int, columns: int, *, gated: bool) -> None:
+    """By the matrix units; the row alone goes through shared memory."""
+    weight, row = torch.zeros(outputs, columns, dtype=torch.bfloat16), torch.zeros(1, columns, dtype=torch.bfloat16)
+    linear_normed_row.normed_row.device_caches.clear()
+    UnitRow(weight=weight, bias=weight[0], kernels=linear_normed_row, gated=gated)(row, row.clone(), row[0], 1e-5)
+    ((cache, *_),) = linear_normed_row.normed_row.device_caches.values()
+    (made,) = cache.values()
+    ahead, behind = made.asm["ptx"].split("griddepcontrol.wait")
+    assert ahead.count("ld.global.L1::evict_first.L2::cache_hint.v4") == 16 * columns // (8 * 32 * made.metadata.num_warps)
+    assert "L1::evict_first" not in behind, "all of the weight is on its way before the row is there"
+    assert behind.split("st.global")[0].count("bar.sync") == 4
     assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
 
 
@@ -116,6 +132,10 @@ def main() -> None:
     check_few_by_matvec(2880)
     for outputs, columns in ((5120, 2880), (12352, 2048), (28672, 4096), (128, 2880), (520, 2048), (256, 2304)):
         check_normed(outputs, columns)
+    check_normed(28672, 4096, gated=True)
+    for outputs, columns in ((6144, 1024), (12288, 2048)):
+        check_unit_row(outputs, columns, gated=True)
+        check_unit_row(outputs, columns, gated=False)
     for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048), (21888, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)

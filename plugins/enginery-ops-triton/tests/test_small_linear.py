@@ -54,6 +54,10 @@ def test_all_programs_of_a_product_run_at_once(
     ("outputs", "columns", "rows", "expected"),
     [
         (2048, 4096, 1, (16, 16, 4)),
+        (2048, 512, 1, (16, 16, 1)),
+        (1024, 3072, 1, (16, 16, 3)),
+        (896, 3072, 1, None),
+        (2048, 10944, 1, None),
         (2304, 4096, 1, (32, 8, 5)),
         (4096, 4096, 1, (32, 16, 2)),
         (4096, 4096, 8, (32, 16, 2)),
@@ -86,10 +90,10 @@ def test_direct_products_where_they_are_fastest(
         (4096, 4096, ["DirectRows", "Persistent", "Shares", "Shares", "FewRows"]),
         (4096, 14336, ["Matvec", "Shares", "Shares", "Shares", "Shares"]),
         (6144, 4096, ["Matvec", "Persistent", "Shares", "Shares", "partial"]),
-        (2048, 8192, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
+        (2048, 8192, ["DirectRows", "DirectRows", "Shares", "Shares", "partial"]),
         (21888, 2048, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
-        (1024, 2048, ["Matvec", "Persistent", "FewRows", "partial", "partial"]),
-        (1000, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
+        (1024, 2048, ["DirectRows", "Persistent", "FewRows", "partial", "partial"]),
+        (1000, 2048, ["DirectRows", "FewRows", "FewRows", "partial", "partial"]),
     ],
 )
 def test_what_serves_each_number_of_rows_on_hopper(

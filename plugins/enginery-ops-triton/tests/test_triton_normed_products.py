@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from compared_ops import DTYPES, close, ops, part_of_wider, random
 from triton_devices import DEVICES
 
-from enginery.api import NormingLinear
+from enginery.api import GatableLinear, NormingLinear
 from enginery.nn import reference_ops
 from enginery_ops_triton import matvec
 
@@ -36,6 +38,40 @@ def test_a_product_of_one_row_norms_the_row(
     made = product(normed)
     close(made, product(given.new_tensor(normed.tolist())))
     assert product(normed) is not made, "it is handed out once"
+
+
+@pytest.mark.parametrize(("columns", "inner"), [(64, 40), (320, 47), (2304, 12), (2048, 15), (2880, 13)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_one_row_takes_the_gate_behind_it(
+    columns: int, inner: int, bias: bool, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(columns)
+    table = ops(device)
+    weight = random(2 * inner, columns, dtype=dtype, device=device, scale=columns**-0.5)
+    product = table.bind_linear(weight, random(2 * inner, dtype=dtype, device=device) if bias else None)
+    assert isinstance(product, GatableLinear)
+    gates = Counter[int]()
+
+    def gated_silu(x: torch.Tensor) -> torch.Tensor:
+        gates[len(x)] += 1
+        return table.gated_silu(x)
+
+    gated = product.with_gate(gated_silu)
+    assert isinstance(gated, NormingLinear)
+    delta, residual, scale = (random(*size, columns, dtype=dtype, device=device) for size in ((1,), (1,), ()))
+    given = residual.clone()
+    normed = gated.add_rms_norm(delta, residual, scale, 1e-5)
+    assert normed is not None
+    close(normed, reference_ops.add_rms_norm(delta, given, scale, 1e-5))
+    assert torch.equal(residual, given)
+    made = gated(normed)
+    assert made.shape == (1, inner)
+    assert not gates, "it is one kernel"
+    close(made, reference_ops.gated_silu(product(normed)))
+    several = normed.repeat(3, 1)
+    close(gated(several), reference_ops.gated_silu(product(several)))
+    assert gates == {3: 1}
 
 
 @pytest.mark.parametrize("columns", [64, 320, 2304])

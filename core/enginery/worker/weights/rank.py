@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from enginery.contracts.ops import LinearFn, NormingLinear
+from enginery.contracts.ops import GatableLinear, LinearFn, NormingLinear
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
@@ -40,6 +40,12 @@ class BoundLinear:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
         """The product's, if it takes norms: see `NormingLinear`."""
         return None if self._norming is None else self._norming.add_rms_norm(x, residual, weight, eps)
+
+    def with_gate(self, gated_silu: Callable[[torch.Tensor], torch.Tensor]) -> LinearFn:
+        """The product's, if it takes gates; else the one and then the other."""
+        if isinstance(self.product, GatableLinear) and self.complete is None:
+            return BoundLinear(self.product.with_gate(gated_silu), self.rows[:1])
+        return lambda x: gated_silu(self(x))
 
 
 @dataclass(frozen=True)

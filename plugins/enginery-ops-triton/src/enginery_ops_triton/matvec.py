@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import torch
 
@@ -98,25 +98,50 @@ class Matvec:
         return out
 
 
+def row_is_taken(weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> bool:
+    """Whether x and residual are one row of the weight's columns, and all of its type."""
+    given, size = (x, residual, norm_weight), (MATVEC_ROWS, weight.shape[1])
+    return x.shape == residual.shape == size and all(each.dtype == weight.dtype and each.stride(-1) == 1 for each in given)
+
+
+class OfNorm(Protocol):
+    """A product of one row and of the norm before it."""
+
+    def takes(self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> bool: ...
+
+    def with_gate(self) -> OfNorm: ...
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class NormedRow:
-    """For one row, which is added to the residual stream and normed within the product. product: cut by `normed_shape`."""
+    """For one row, which is added to the residual stream and normed within the product. product: cut by `normed_shape`.
+
+    gated: its outputs are gates and then ups, and what is made is silu(gate) * up.
+    """
 
     product: Matvec
+    gated: bool = False
 
     def takes(self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> bool:
         """Whether it is one row, all of the weight's type."""
-        weight, given = self.product.weight, (x, residual, norm_weight)
-        size = (MATVEC_ROWS, weight.shape[1])
-        return x.shape == residual.shape == size and all(each.dtype == weight.dtype and each.stride(-1) == 1 for each in given)
+        return row_is_taken(self.product.weight, x, residual, norm_weight)
+
+    def with_gate(self) -> NormedRow:
+        """The same with a gate behind it."""
+        return replace(self, gated=True)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, residual: [1, C]. The sum and its norm, [1, C] each, and the product [1, out] of that."""
+        """x, residual: [1, C]. The sum and its norm, [1, C] each, and the product [1, out] of that, or [1, out / 2]."""
         weight, bias, shape, chained = self.product.weight, self.product.bias, self.product.shape, self.product.dependent_launch
         outputs, columns = weight.shape
-        out, summed, normed = x.new_empty((1, outputs), dtype=self.product.dtype), torch.empty_like(x), torch.empty_like(x)
+        made = outputs // 2 if self.gated else outputs
+        out, summed, normed = x.new_empty((1, made), dtype=self.product.dtype), torch.empty_like(x), torch.empty_like(x)
         linear_normed.normed_matvec[(1 + -(-outputs // shape.block_n),)](
             x,
             residual,
@@ -135,6 +160,7 @@ class NormedRow:
             BLOCK_K=shape.block_k,
             AHEAD=shape.ahead,
             BIAS=bias is not None,
+            GATED=self.gated,
             CHAINED=chained,
             num_warps=shape.num_warps,
             launch_pdl=chained,
@@ -153,15 +179,15 @@ def bind_normed(
 class Norming:
     """Implements `NormingLinear` for products of a weight [out, in], for one row; where there is no kernel for that, for none."""
 
-    def __init__(self, of_norm: NormedRow | None) -> None:
-        self._of_norm = of_norm
+    def __init__(self, of_norm: OfNorm | None) -> None:
+        self.of_norm = of_norm
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None  # a norm, and the product of it
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
         """Of one row: its product is made too, and kept until the next call."""
-        if self._of_norm is None or not self._of_norm.takes(x, residual, weight):
+        if self.of_norm is None or not self.of_norm.takes(x, residual, weight):
             return None
-        summed, normed, made = self._of_norm(x, residual, weight, eps)
+        summed, normed, made = self.of_norm(x, residual, weight, eps)
         residual.set_(summed.untyped_storage(), 0, summed.shape, summed.stride())
         self._made = normed, made
         return normed

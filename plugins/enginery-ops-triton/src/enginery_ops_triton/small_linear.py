@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
@@ -16,9 +16,10 @@ from enginery.nn import reference_ops
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
-from enginery_ops_triton.matvec import MATVEC_ROWS, Matvec, NormedRow, Norming, bind_normed, matvec_shape
+from enginery_ops_triton.matvec import MATVEC_ROWS, Matvec, Norming, OfNorm, bind_normed, matvec_shape
 from enginery_ops_triton.persistent_rows import PERSISTENT_ROWS, bind_persistent
 from enginery_ops_triton.stream_k import bind_stream_k, serves
+from enginery_ops_triton.unit_rows import bind_unit_row
 
 DIRECT_ROWS: Final = 8
 FEW_ROWS: Final = 16
@@ -59,23 +60,31 @@ def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int)
     """From docs/benchmarks/kernels-direct-rows.json, up to `DIRECT_ROWS` rows. None: others are faster, or programs too few.
 
     Where all outputs are on the device at once, a multiprocessor has one program, which needs many warps if it has few outputs.
-    Of one row `Matvec` is faster where there are more. More than `MOST_DIRECT_OUTPUTS` are for several rows of 2048 columns, as of
-    DeepSeek-V2-Lite's first layer: cuBLAS clears memory in front of that product, for which a captured step waits.
+    More than `MOST_DIRECT_OUTPUTS` are for several rows of 2048 columns, as of DeepSeek-V2-Lite's first layer: cuBLAS clears
+    memory in front of that product, for which a captured step waits.
     """
-    if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
-        return None
-    at_once = outputs <= 32 * multiprocessors
-    if rows == 1 and not (at_once if LEAST_DIRECT_COLUMNS < columns <= 4096 else columns == LEAST_DIRECT_COLUMNS and not at_once):
+    if rows == 1:
+        serves = _serves_one_row(outputs, columns, multiprocessors=multiprocessors)
+    else:
+        serves = columns >= LEAST_DIRECT_COLUMNS and outputs >= 8 * multiprocessors
+    if not serves or columns % 16:
         return None
     if columns > 4096 or outputs <= 16 * multiprocessors:
         return _direct(block_n=16, num_warps=16, ahead=4, columns=columns, registers=128)
     if outputs <= 24 * multiprocessors:
         return _direct(block_n=32, num_warps=8, ahead=5, columns=columns, registers=255)
-    if at_once:
+    if outputs <= 32 * multiprocessors:
         return _direct(block_n=32, num_warps=16, ahead=2, columns=columns, registers=128)
     if outputs <= (MOST_OUTPUTS_OF_SHORT_ROWS if columns == LEAST_DIRECT_COLUMNS and rows > 1 else MOST_DIRECT_OUTPUTS):
         return _direct(block_n=32, num_warps=8, ahead=2, columns=columns, registers=128)
     return None
+
+
+def _serves_one_row(outputs: int, columns: int, *, multiprocessors: int) -> bool:
+    """Whether it is faster than `Matvec`: kernels-direct-rows.json, and kernels-one-row.json for no more than 16 outputs each."""
+    if outputs <= 16 * multiprocessors:
+        return outputs >= 7 * multiprocessors and 512 <= columns <= 8192
+    return LEAST_DIRECT_COLUMNS < columns <= 4096 if outputs <= 32 * multiprocessors else columns == LEAST_DIRECT_COLUMNS
 
 
 def _direct(*, block_n: int, num_warps: int, ahead: int, columns: int, registers: int) -> DirectShape:
@@ -132,7 +141,8 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         else:
             by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)
     in_order = dict(sorted(by_rows.items()))
-    return Product(weight, bias, in_order, of_norm=bind_normed(weight, bias, dependent_launch=dependent_launch))
+    of_norm = bind_unit_row(weight, bias) if is_short and dependent_launch else None
+    return Product(weight, bias, in_order, of_norm=of_norm or bind_normed(weight, bias, dependent_launch=dependent_launch))
 
 
 def _bind_in_gluon(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> dict[int, LinearFn]:
@@ -178,7 +188,7 @@ def _multiprocessors(device: torch.device) -> int:
 class Router(Norming):
     """Logits: of few rows by one kernel, of more by another product."""
 
-    def __init__(self, plain: LinearFn, few: LinearFn, most: int, *, of_norm: NormedRow | None) -> None:
+    def __init__(self, plain: LinearFn, few: LinearFn, most: int, *, of_norm: OfNorm | None) -> None:
         """few: of up to `most` rows."""
         super().__init__(of_norm)
         self._plain, self._few, self._most = plain, few, most
@@ -199,7 +209,7 @@ class Product(Norming):
         bias: torch.Tensor | None,
         by_rows: Mapping[int, LinearFn],
         *,
-        of_norm: NormedRow | None = None,
+        of_norm: OfNorm | None = None,
     ) -> None:
         """by_rows: by the most rows of each, in order."""
         super().__init__(of_norm)
@@ -216,12 +226,29 @@ class Product(Norming):
                     return linear(x)
         return F.linear(x, self.weight, self.bias)
 
+    def with_gate(self, gated_silu: Callable[[torch.Tensor], torch.Tensor]) -> LinearFn:
+        """[N, in] -> [N, out / 2]; the kernel that norms one row takes its gate too."""
+        return GatedProduct(self, gated_silu)
+
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The same of many rows, by torch, written to out [N, out]."""
         if self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class GatedProduct(Norming):
+    """silu(gate) * up of a product of gates, and then ups."""
+
+    def __init__(self, product: Product, gated_silu: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(None if product.of_norm is None else product.of_norm.with_gate())
+        self._product, self._gated_silu = product, gated_silu
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out / 2]."""
+        made = self._made_of(x)
+        return self._gated_silu(self._product(x)) if made is None else made
 
 
 class DirectRows:

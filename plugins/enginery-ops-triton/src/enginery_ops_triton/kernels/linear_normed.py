@@ -1,4 +1,4 @@
-"""y = norm(x + residual) W^T + b of one row, without a kernel for the norm.
+"""y = norm(x + residual) W^T + b of one row, without a kernel for the norm, nor one for the gate that may be behind it.
 
 Every program of the product adds and norms the row for itself, and one more leaves the sum and the norm for others. The
 sum has memory of its own: where it takes the residual stream's, that one program has to wait until all others have read.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from enginery_ops_triton.kernels.activation import silu_times
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
@@ -36,11 +37,13 @@ def normed_matvec(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """x, residual, norm_weight, summed, normed: [COLUMNS]; weight: [num_outputs, COLUMNS]; out: [num_outputs].
 
-    The first program is for the sum and the norm, the others for outputs, as those of `linear.matvec`.
+    The first program is for the sum and the norm, the others for outputs, as those of `linear.matvec`. GATED: these are gates, and
+    then as many ups, and out [num_outputs / 2] is silu(gate) * up of both after they are rounded.
     """
     release_successor(CHAINED)
     if tl.program_id(0) == 0:
@@ -61,6 +64,7 @@ def normed_matvec(
             BLOCK_K,
             AHEAD,
             BIAS=BIAS,
+            GATED=GATED,
             CHAINED=CHAINED,
         )
 
@@ -107,12 +111,16 @@ def _product(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """Some outputs. The sum of squares is taken with the products and divided out of them. AHEAD blocks are all columns."""
     n = (tl.program_id(0) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < num_outputs
+    if GATED:  # of each gate its up is next
+        n = n // 2 + n % 2 * (num_outputs // 2)
     k = tl.arange(0, BLOCK_K)
-    wanted = n[:, None] < num_outputs
+    wanted = real[:, None]
     at = weight + n[:, None].to(tl.int64) * weight_stride + k[None, :]
     columns = tl.broadcast_to(k[None, :], (BLOCK_N, BLOCK_K)) if AHEAD > 1 else k[None, :]
     blocks = ()  # type: tuple[tl.tensor, ...]
@@ -121,7 +129,7 @@ def _product(
         inside = wanted & (start + k[None, :] < COLUMNS)
         blocks += (tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first"),)
         scales += (tl.load(norm_weight + start + columns, mask=start + columns < COLUMNS, other=0.0),)
-    offset = tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32) if BIAS else 0.0
+    offset = tl.load(bias + n, mask=real, other=0.0).to(tl.float32) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
     together: tl.constexpr = adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
     acc = tl.zeros((BLOCK_N, BLOCK_K // together), dtype=tl.float32)
@@ -135,4 +143,10 @@ def _product(
         scaled = row * scales[start // BLOCK_K].to(tl.float32)
         acc += in_lanes(blocks[start // BLOCK_K].to(tl.float32) * scaled, together)
     result = tl.sum(acc, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / COLUMNS + eps) + offset
-    tl.store(out + n, round_to(result, out.dtype.element_ty), mask=n < num_outputs)
+    result = round_to(result, out.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(result, (BLOCK_N // 2, 2)))
+        n = (tl.program_id(0) - 1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(out + n, silu_times(gate, up), mask=n < num_outputs // 2)
+    else:
+        tl.store(out + n, result, mask=real)

@@ -67,9 +67,12 @@ class UnitRow:
 
 
 def bind_unit_row(weight: torch.Tensor, bias: torch.Tensor | None) -> UnitRow | None:
-    """None: others are faster, or it cannot be: on other devices than Hopper's, and with other versions of Triton."""
+    """None: others are faster, or it cannot be: on other devices than Hopper's, and with other versions of Triton.
+
+    In float16 a row times the norm's weight, which is divided by its size behind the product, may be too large a number.
+    """
     outputs, columns = weight.shape
     if not FEWEST_COLUMNS <= columns <= MOST_COLUMNS or columns % 8 or weight.stride(0) % 8 or outputs < LEAST_OUTPUTS:
         return None
-    kernels = None if weight.dtype is torch.float32 else hopper_kernels("linear_normed_row", weight)
+    kernels = None if weight.dtype is not torch.bfloat16 else hopper_kernels("linear_normed_row", weight)
     return UnitRow(weight=weight, bias=bias, kernels=kernels) if kernels else None

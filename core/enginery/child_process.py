@@ -7,12 +7,40 @@ import ctypes
 import fcntl
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
+
+
+ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine.process")
+Begun = list[subprocess.Popen[bytes]]
+
+
+def begin(command: Sequence[str] = ENGINE_COMMAND) -> subprocess.Popen[bytes]:
+    """Start a process that a frame will tell what to do. It may import until then."""
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def take(begun: Begun, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """One that was begun, by this command, or another."""
+    return begun.pop() if begun else begin(command)
+
+
+@contextlib.contextmanager
+def begun_ahead(command: Sequence[str] = ENGINE_COMMAND) -> Iterator[Begun]:
+    """One that was begun. It is killed at the end, unless somebody took it."""
+    waiting = [begin(command)]
+    try:
+        yield waiting
+    finally:
+        for process in waiting:
+            with process:
+                process.kill()
 
 
 def die_with_parent() -> None:

@@ -21,6 +21,7 @@ from fake_parsers import PARSERS  # noqa: E402
 from running import PATIENCE_S, started  # noqa: E402
 from tokenizers_made import byte_level, save  # noqa: E402
 
+from enginery.child_process import begin  # noqa: E402
 from enginery.config.schema import EngineOptions  # noqa: E402
 from enginery.plugin.registry import Registry  # noqa: E402
 from enginery.serve.api.answer_parsers import NO_PARSERS, Parsers  # noqa: E402
@@ -111,7 +112,7 @@ async def live(
 ) -> AsyncIterator[Live]:
     registry = without_plugins()
     asked = EngineOptions(model=str(folder), **options)
-    start = functools.partial(EngineClient.start, manifest=registry.manifest, command=fake_engine.COMMAND)
+    start = functools.partial(EngineClient.start, manifest=registry.manifest, begin=functools.partial(begin, fake_engine.COMMAND))
     starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp, registry)]
     engine = await Replicas.start(*starts, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from functools import partial
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from fake_engine import BREAK, COMMAND, FAIL, HELD, PLUGIN, FakeEngine
 from process_table import is_running, wait_until_gone
 from running import PATIENCE_S
 
+from enginery.child_process import begin
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
@@ -36,7 +38,7 @@ def request(name="r", prompt=(5, 6, 7), **params):
 def with_client(scenario, folder, *, command=COMMAND, **options):
     async def main():
         manifest = Registry.load(no_plugins=True).manifest
-        client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, command=command)
+        client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, begin=partial(begin, command))
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await scenario(client)
@@ -344,12 +346,15 @@ def test_an_order_that_a_busy_engine_does_not_get_to_is_told_from_loading(folder
 def test_an_engine_never_outlives_its_parent(folder, is_stopped):
     code = (
         "import asyncio, sys\n"
+        "from functools import partial\n"
+        "from enginery.child_process import begin\n"
         "from enginery.config.schema import EngineOptions\n"
         "from enginery.plugin.registry import Registry\n"
         "from enginery.serve.engine.client import EngineClient\n"
         "async def main():\n"
         "    manifest = Registry.load(no_plugins=True).manifest\n"
-        f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={COMMAND!r})\n"
+        f"    begun, options = partial(begin, {COMMAND!r}), EngineOptions(model={str(folder)!r})\n"
+        "    client = await EngineClient.start(options, manifest, begin=begun)\n"
         "    await client.ready()\n"
         "    print(client.child.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"

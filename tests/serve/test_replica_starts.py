@@ -13,6 +13,7 @@ import sys
 import pytest
 from running import SERVER
 
+from enginery.child_process import begin
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
@@ -83,11 +84,12 @@ def test_where_one_engine_cannot_be_started_nothing_of_the_others_is_left(folder
     (tmp_path / "t").mkdir()
     manifest, made = Registry.load(no_plugins=True).manifest, []
 
-    async def begin(command: list[str], **given: object) -> EngineClient:
-        made.append(await EngineClient.start(EngineOptions(model=str(folder)), manifest, command=command, **given))
+    async def start(command: list[str], **given: object) -> EngineClient:
+        begun = functools.partial(begin, command)
+        made.append(await EngineClient.start(EngineOptions(model=str(folder)), manifest, begin=begun, **given))
         return made[-1]
 
-    starts = [functools.partial(begin, command) for command in (["sleep", "60"], ["/no/such/engine"])]
+    starts = [functools.partial(start, command) for command in (["sleep", "60"], ["/no/such/engine"])]
     with pytest.raises(ConfigError, match=r"cannot be started: .*No such file or directory.*ulimit -a shows limits"):
         asyncio.run(Replicas.start(*starts))
     assert [client.child.is_running for client in made] == [False]

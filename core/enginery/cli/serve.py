@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from enginery.child_process import begun_ahead
 from enginery.cli.flags.engine import with_engine_flags
 from enginery.cli.flags.server import SettingsFn, with_server_flags
 from enginery.config.schema import EngineOptions
@@ -27,17 +28,23 @@ def serve(
     """Serve a model over HTTP, with OpenAI's and Anthropic's APIs."""
     from enginery.cli.serve_checks import check_before_start
 
-    checked = settings()  # first: a port that is taken is told before what takes seconds to import
-    if named is not None:
-        if options.model not in (None, named):
-            raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
-        options = dataclasses.replace(options, model=named)
-    check_before_start(options, host=checked.host, port=checked.port, dp=checked.dp)
-    with in_background(dropped(checked.log_format)), StartDisplay() as display:
-        from enginery.config.sources import registry_for
-        from enginery.engine.ranks.ranks import check_ranks
-        from enginery.serve.server import serve as run
+    with begun_ahead() as begun:  # it imports for longer than this process does
+        checked = settings()  # first: a port that is taken is told before what takes seconds to import
+        options = _naming(named, options)
+        check_before_start(options, host=checked.host, port=checked.port, dp=checked.dp)
+        with in_background(dropped(checked.log_format)), StartDisplay() as display:
+            from enginery.config.sources import registry_for
+            from enginery.engine.ranks.ranks import check_ranks
+            from enginery.serve.server import serve as run
 
-        registry = registry_for(options)
-        check_ranks(options, registry)
-        run(options, registry, checked, display)
+            registry = registry_for(options)
+            check_ranks(options, registry)
+            run(options, registry, dataclasses.replace(checked, begun=begun), display)
+
+
+def _naming(named: str | None, options: EngineOptions) -> EngineOptions:
+    if named is None:
+        return options
+    if options.model not in (None, named):
+        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
+    return dataclasses.replace(options, model=named)

@@ -22,6 +22,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from enginery.checkpoint.folder import find_folder, find_tokenizer_folder
+from enginery.child_process import take
 from enginery.config.schema import EngineOptions
 from enginery.engine.process_age import phases_text, process_age_s
 from enginery.plugin.records import PluginRecord
@@ -136,9 +137,10 @@ async def _serve(
 async def _engines(options: EngineOptions, registry: Registry, settings: ServeSettings, relay: Callable[[str], None]) -> Replicas:
     """Loading, with what they write to stderr going to `relay`."""
     level = settings.log_level.upper()
-    start = functools.partial(EngineClient.start, command=settings.engine_command, log_level=level, relay=relay)
+    begin = functools.partial(take, settings.begun, settings.engine_command)
+    start = functools.partial(EngineClient.start, begin=begin, relay=relay)
     every = replica_options(options, settings.dp, registry)
-    starts = [functools.partial(start, each, registry.manifest, share=share) for each, share in every]
+    starts = [functools.partial(start, each, registry.manifest, log_level=level, share=share) for each, share in every]
     return await Replicas.start(*starts, restarts=settings.restarts)
 
 

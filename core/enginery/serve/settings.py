@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from enginery.child_process import ENGINE_COMMAND, Begun
 from enginery.errors import ConfigError
-from enginery.serve.engine.client import ENGINE_COMMAND
 from enginery.serve.http.connection import Limits
 from enginery.serve.http.logs import LEVELS, LogFormat
 
@@ -53,6 +53,7 @@ class ServeSettings:
     max_body_bytes: int | None = None
     max_total_body_bytes: int | None = None
     engine_command: Sequence[str] = ENGINE_COMMAND
+    begun: Begun = field(default_factory=list, repr=False)  # by that command
 
     def __post_init__(self) -> None:
         for key in (*self.api_keys, *self.admin_keys):

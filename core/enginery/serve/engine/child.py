@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from enginery.child_process import how_it_ended, write_frame
@@ -32,10 +32,10 @@ async def until(condition: Callable[[], bool], *, within_s: float = math.inf) ->
 
 
 class EngineChild:
-    """One process of the engine. relay: called with what it writes to stdout and stderr."""
+    """One process of the engine, which waits for its boot frame. relay: called with what it writes to stdout and stderr."""
 
-    def __init__(self, command: Sequence[str], boot: messages.Boot, relay: Callable[[str], None]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    def __init__(self, process: subprocess.Popen[bytes], boot: messages.Boot, relay: Callable[[str], None]) -> None:
+        self._process = process
         self.relay = relay
         self._given_up_for: str | None = None
         write_frame(self._process.stdin, messages.encode(boot))

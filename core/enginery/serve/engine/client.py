@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
-import sys
+import subprocess
 import tempfile
 import time
 from collections import deque
@@ -20,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from enginery.child_process import remove_left_folders
+from enginery.child_process import begin, remove_left_folders
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import RequestOutput
@@ -33,7 +33,6 @@ from enginery.serve.engine.progress import Progress
 from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady
 from enginery.serve.http.metrics import RequestMeter, RequestTimes
 
-ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine.process")
 _SILENCE_S: Final = 60.0
 _ANSWER_S: Final = 30.0
 _LAST_WORDS_S: Final = 2.0
@@ -105,16 +104,16 @@ class EngineClient:
         options: EngineOptions,
         manifest: Manifest,
         *,
-        command: Sequence[str] = ENGINE_COMMAND,
+        begin: Callable[[], subprocess.Popen[bytes]] = begin,
         log_level: str = "INFO",
         relay: Callable[[str], None] = pass_on,
         meter: RequestMeter | None = None,
         comes_back: bool = False,
         share: HostShare | None = None,
     ) -> EngineClient:
-        """Start the process; it is loading when this returns. log_level: of the process. relay: gets its stderr.
+        """Start the process; it is loading when this returns. begin: as that of `child_process`. log_level: of the process.
 
-        share: of the host, where it is not the only engine there.
+        relay: gets its stderr. share: of the host, where it is not the only engine there.
         """
         directory = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         endpoint = f"ipc://{directory / 'engine'}"
@@ -124,7 +123,7 @@ class EngineClient:
             link = context.socket(zmq.PAIR)
             link.set_hwm(0)
             link.bind(endpoint)
-            child = EngineChild(command, boot, relay)
+            child = EngineChild(begin(), boot, relay)
         except (zmq.ZMQError, OSError) as error:
             context.destroy(linger=0)
             shutil.rmtree(directory)

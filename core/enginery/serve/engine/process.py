@@ -5,6 +5,7 @@ It ends when told to, when the engine breaks, and when its parent is gone, howev
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -122,17 +123,20 @@ class EngineLoop:
         self._link.send(messages.encode(message))
 
 
-def run(build: BuildEngine, within: Within = lambda options, share: options) -> int:
+def run(build: BuildEngine, within: Within = lambda options, share: options, *, before: Callable[[], object] = lambda: None) -> int:
     """Run the process from its start to its end, and return its exit code. build: makes the engine; tests give a fake one.
 
-    within: what the options are of an engine that has a share of the host.
+    within: what the options are of an engine that has a share of the host. before: called before it is told what to do.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the parent drains, and decides when this process ends
     die_with_parent()
     os.dup2(2, 1)  # the parent passes stderr on and never waits to be read; who prints to its stdout might
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the watchdog sends to a loop that is stuck
-    boot = msgspec.msgpack.decode(read_frame(sys.stdin.buffer) or b"", type=messages.Boot)
+    before()
+    if (frame := read_frame(sys.stdin.buffer)) is None:
+        return 1  # the parent found a mistake before
+    boot = msgspec.msgpack.decode(frame, type=messages.Boot)
     logging.basicConfig(stream=sys.stderr, level=boot.log_level, format=f"{_name(boot.share)}: %(message)s")
     threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
     context = zmq.Context()
@@ -199,5 +203,10 @@ def _within(options: EngineOptions, share: HostShare) -> EngineOptions:
     return within_share(options, share)
 
 
+def _import_engine() -> None:
+    with contextlib.suppress(Exception):  # it is told when it is built
+        import enginery.engine.engine  # noqa: F401 - takes longer than what the parent does until it says what to build
+
+
 if __name__ == "__main__":
-    sys.exit(run(_build, _within))
+    sys.exit(run(_build, _within, before=_import_engine))

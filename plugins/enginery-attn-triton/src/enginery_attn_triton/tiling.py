@@ -145,7 +145,7 @@ def resident(tile: Tile, dims: HeadDims, device: Device) -> int:
     return max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
 
 
-def few_requests(dims: HeadDims, tile: Tile, together: int) -> int:
+def most_of_few(dims: HeadDims, tile: Tile, together: int) -> int:
     """Up to how many `kernels.decode_few` serves: keys and values apart, of 16 bits, of dims that its threads divide among them."""
     apart = not dims.shared and not dims.rope and dims.itemsize == 2
     if not apart or dims.group > FEW_ROWS or dims.main not in FEW_RESIDENT or dims.value != dims.main or tile.keys < 2 * SMALL_TILE:
@@ -266,7 +266,7 @@ class LayerCut:
         tall = tall_tile(dims, tile) if plain else None
         together = min(length, max(1, tile.rows // dims.group)) if length > 1 else tile.rows // dims.group if shares else 1
         extra = min(MAX_WAVES * wave, most // (2 * (together if length > 1 else 1)))
-        few = few_requests(dims, tile, together) if device.chained and length == 1 else 0
+        few = most_of_few(dims, tile, together) if device.chained and length == 1 else 0
         cut = DecodeCut(
             length=length,
             window=facts.sliding_window,

@@ -93,6 +93,10 @@ def multiplied(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
 
 
+def together() -> None:
+    """Programs run one after the other, and all of a program's threads together."""
+
+
 class Language:
     """`gl`: what `tl` has under the same name, as the interpreter puts it there for each launch, and what it has not."""
 
@@ -114,9 +118,6 @@ class Language:
     def convert_layout(self, value: tl.tensor, layout: Anywhere, assert_trivial: bool = False) -> tl.tensor:
         return value
 
-    def thread_barrier(self) -> None:
-        """Programs run one after the other, and all of a program's threads together."""
-
 
 def interpreted(patch: pytest.MonkeyPatch, path: Path, *, num_warps: int, **replaced: object) -> ModuleType:
     """A second copy of the module, for as long as the patch lasts. replaced: its other names."""
@@ -129,6 +130,7 @@ def interpreted(patch: pytest.MonkeyPatch, path: Path, *, num_warps: int, **repl
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, value in {"gl": Language(num_warps), "mma_v2": multiplied, "async_copy": Copies(), **replaced}.items():
-        patch.setattr(module, name, value, raising=name not in ("mma_v2", "async_copy"))  # which not every module uses
+    usual = {"mma_v2": multiplied, "async_copy": Copies(), "all_threads": together}
+    for name, value in {"gl": Language(num_warps), **usual, **replaced}.items():
+        patch.setattr(module, name, value, raising=name not in usual)  # which not every module uses
     return module

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2 
 from enginery_ops_triton.kernels.experts import tile_and_block
 from enginery_ops_triton.kernels.experts_float4 import GROUP_COLUMNS, LANES, ROWS_PAIRED, tile_at, tiny
 from enginery_ops_triton.kernels.gates import gated
-from enginery_ops_triton.kernels.gluon_launch import constant, kernel
+from enginery_ops_triton.kernels.gluon_launch import all_threads, constant, kernel
 from enginery_ops_triton.kernels.launch import release_successor, wait_for_predecessor
 
 
@@ -279,7 +279,7 @@ def gate_up_tile(
         at = partial + gl.expand_dims(pair.to(gl.int64) * (SPLIT * rows), 0) + gl.expand_dims(row, 1)
         kept = gl.expand_dims(pair < end, 0) & gl.expand_dims(row >= 0, 1)
         gl.store(at + gl.program_id(1) * rows, acc, mask=kept)
-        gl.thread_barrier()  # all threads have stored before one of them says so
+        all_threads()  # all threads have stored before one of them says so
         last = gl.atomic_add(arrived + gl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
         if last:
             acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=of_sums)

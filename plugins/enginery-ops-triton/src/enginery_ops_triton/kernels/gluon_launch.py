@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from triton.experimental import gluon  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from triton.experimental.gluon import language as gl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+all_threads: Any = (
+    gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+)  # of a program wait for each other; named anew in 3.7
 
 
 def kernel(function: Callable[..., Any]) -> Any:

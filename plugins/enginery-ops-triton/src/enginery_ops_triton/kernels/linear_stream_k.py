@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore[i
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.gluon_launch import constant, kernel, kernel_of_any
+from enginery_ops_triton.kernels.gluon_launch import all_threads, constant, kernel, kernel_of_any
 from enginery_ops_triton.kernels.launch import release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import bound, round_to
 
@@ -140,7 +140,7 @@ def multiply(
         if length < steps:
             second = gl.where(begin // steps == tile, 0, 1)  # of the two tiles of which a program may have a part
             gl.store(partial + (gl.program_id(0) * 2 + second) * (block_n * rows) + in_tile, acc)
-            gl.thread_barrier()  # all threads have stored before one of them says so
+            all_threads()  # all threads have stored before one of them says so
             first_program = ((tile * steps + 1) * sharers - 1) // total
             last_program = ((tile + 1) * steps * sharers - 1) // total
             last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == last_program - first_program
@@ -198,7 +198,7 @@ def linear_stream_k(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    all_threads()
     share = (begin, shared, shared_tiles, count)
     gl.warp_specialize(
         [

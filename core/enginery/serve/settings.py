@@ -53,7 +53,7 @@ class ServeSettings:
     max_body_bytes: int | None = None
     max_total_body_bytes: int | None = None
     engine_command: Sequence[str] = ENGINE_COMMAND
-    begun: Begun = field(default_factory=list, repr=False)  # by that command
+    begun: Begun = field(default_factory=list, repr=False, compare=False)  # by that command
 
     def __post_init__(self) -> None:
         for key in (*self.api_keys, *self.admin_keys):

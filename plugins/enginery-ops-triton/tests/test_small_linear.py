@@ -10,6 +10,8 @@ from compared_products import TOLERANCE, assert_equals_float64
 from gluon_by_interpreter import interpreted
 from triton_devices import NEEDS_INTERPRETER
 
+from enginery.api import OpNeeds
+from enginery_ops_triton import gluon_kernels as versions
 from enginery_ops_triton import small_linear
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
@@ -17,6 +19,7 @@ from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.matvec import normed_shape
 from enginery_ops_triton.persistent_rows import serves_few
 from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
+from enginery_ops_triton.spec import TRITON
 
 DIRECT = {
     "few outputs": DirectShape(block_n=16, block_k=64, num_warps=8, ahead=4, x_ahead=4, registers=128),
@@ -207,3 +210,21 @@ def test_direct_products_equal_float64(
     torch.manual_seed(rows)
     product = make_direct(outputs, columns, shape, biased=biased, dtype=dtype, device="cuda")
     assert_equals_float64(product, rows)
+
+
+def test_a_device_that_does_without_kernels_in_gluon_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When operations are loaded; older devices and CPUs have no such kernels."""
+    told = []
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "warn_without_gluon", lambda: told.append(True))
+        for device, capability in (("cuda", (9, 0)), ("cuda", (8, 0)), ("cpu", None)):
+            TRITON.load(OpNeeds(device=device, dtype="bfloat16", compute_capability=capability))
+            assert told == [True]
+    versions.warn_without_gluon("3.6.0")
+    assert not caplog.records
+    versions.warn_without_gluon("3.7.1")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "triton 3.7.1 is installed" in caplog.text
+    assert "torch 2.11 comes with triton 3.6" in caplog.text

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from types import ModuleType
+from typing import Final
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+_log: Final = logging.getLogger(__name__)
 
 
 def gluon_kernels(name: str, version: str = triton.__version__) -> ModuleType | None:
@@ -18,3 +22,13 @@ def hopper_kernels(name: str, weight: torch.Tensor) -> ModuleType | None:
     """The same for a weight on a device of Hopper's, for which they are cut."""
     on_hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
     return gluon_kernels(name) if on_hopper else None
+
+
+def warn_without_gluon(version: str = triton.__version__) -> None:
+    """Say what a device does without, which has kernels in Gluon, and how to have them."""
+    if gluon_kernels("linear_few", version) is None:
+        _log.warning(
+            "triton %s is installed, and kernels for few requests are in the Gluon of triton 3.6, which is experimental: others do "
+            "their work, more slowly. torch 2.11 comes with triton 3.6",
+            version,
+        )

@@ -59,9 +59,12 @@ PROVIDES = (
 
 
 def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
+    from enginery_ops_triton.gluon_kernels import warn_without_gluon
     from enginery_ops_triton.ops import TritonOps
 
     chained = needs.device == "cuda" and (needs.compute_capability or OLDEST) >= DEPENDENT_LAUNCH
+    if chained:
+        warn_without_gluon()
     ops = TritonOps(dependent_launch=chained)
     return {name: getattr(ops, name) for name in PROVIDES}
 

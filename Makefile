@@ -10,11 +10,14 @@ plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
 compiled := $(sort $(wildcard plugins/*/setup.py plugins/*/src/*/native/*))
 sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets $(sort $(wildcard docs/*.py))
 # The projects of this tree share one setuptools.
-install := $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
+install = $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c $(constraints)
 # For DEVICE=cpu: an interpreter of kernels, for tests of some plugins; and torch's CPU build: 0.2 GB to fetch and not 3. Where that index is out of reach, what pip finds elsewhere will do.
 DEVICE ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),cuda,cpu)
 interpreted := $(if $(filter cpu,$(DEVICE)),$(shell grep -l '^interpreter = ' plugins/*/pyproject.toml))
-cpu_torch := $(if $(filter cpu,$(DEVICE)),$(install) --quiet --no-compile --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu torch || true)
+# For DEVICE=cuda: the torch that kernels have run with on GPUs. It comes with Triton 3.6, whose Gluon some of them need.
+constraints := $(if $(filter cuda,$(DEVICE)),$(VENV)/constraints.txt,constraints.txt)
+cuda_torch := $(if $(filter cuda,$(DEVICE)),sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(constraints))
+cpu_torch = $(if $(filter cpu,$(DEVICE)),$(install) --quiet --no-compile --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu torch || true)
 
 .PHONY: help serve test test-full lint venv dev clean
 help:
@@ -64,6 +67,7 @@ dev: $(VENV)/.test $(VENV)/.lint
 $(VENV)/.serve: $(projects) $(compiled) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Enginery needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	@$(cuda_torch)
 	@$(install) --quiet 'setuptools>=77'
 	@$(cpu_torch)
 	@$(bin)/python plugins/editable_wheels.py $(wheels) . $(plugins)

@@ -110,6 +110,19 @@ def test_only_a_machine_without_a_gpu_gets_torch_for_cpus(tmp_path: Path) -> Non
     assert indexes("DEVICE=cuda") == []
 
 
+def test_a_gpu_gets_the_torch_that_kernels_ran_with(tmp_path: Path) -> None:
+    """Its Triton is 3.6, in whose Gluon some are. All else has the same version everywhere."""
+    usual = (ROOT / "constraints.txt").read_text()
+    assert "\ntorch==2.13.0\n" in usual
+    for device, constraints in (("cpu", "constraints.txt"), ("cuda", str(tmp_path / "venv/constraints.txt"))):
+        commands = installs(tmp_path, "test", "lint", f"DEVICE={device}")
+        assert {command[command.index("-c") + 1] for command in commands if "install" in command} == {constraints}
+    ((*changes, _, made),) = [words for words in would_run(tmp_path, "serve", "DEVICE=cuda") if words[0] == "sed"]
+    assert made == constraints
+    changed = subprocess.run(changes, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert changed == usual.replace("\ntorch==2.13.0\n", "\ntorch==2.11.0\n")
+
+
 @pytest.mark.parametrize("project", PROJECTS[1:], ids=lambda path: path.parent.name)
 def test_tox_tries_every_plugin_alone_and_beside_the_others(project: Path) -> None:
     tox = configparser.ConfigParser(interpolation=None)

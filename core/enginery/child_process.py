@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
-
-
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine.process")
 Begun = list[subprocess.Popen[bytes]]
 

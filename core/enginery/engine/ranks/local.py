@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, Final
 
-from enginery.child_process import how_it_ended, write_frame
+from enginery.child_process import begin, how_it_ended, write_frame
 from enginery.contracts.parallel import Death
 
 COMMAND: Final = (sys.executable, "-P", "-m", "enginery.engine.ranks.process")
@@ -26,7 +26,7 @@ class LocalRanks:
     def __init__(self, commands: Sequence[Sequence[str]], *, first: int = 1, is_elsewhere: bool = False) -> None:
         """commands: of ranks first .. N. is_elsewhere: the engine does not see this stderr, so it is told the last lines."""
         self._first, self._is_elsewhere = first, is_elsewhere
-        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for command in commands]
+        self._processes = [begin(command) for command in commands]
         self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in commands]
         self._told: set[int] = set()
         self._relays = [

@@ -16,7 +16,7 @@ from enginery_attn_triton.kernels.prefill import prefill
 from enginery_attn_triton.launches import Launches
 from enginery_attn_triton.plan import Split, Tiles
 from enginery_attn_triton.spec import is_interpreted
-from enginery_attn_triton.tiling import HeadDims, LayerCut, Tile
+from enginery_attn_triton.tiling import FEW_ROWS, HeadDims, LayerCut, Tile
 
 _LOG2_E: Final = math.log2(math.e)
 _MERGED_AT_ONCE: Final = 8192  # values of parts
@@ -56,9 +56,8 @@ class Memory:
     pages: torch.Tensor
 
 
-def _common(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dims: HeadDims) -> dict[str, Any]:
-    """The arguments of both kernels that are known when they are compiled. q, out: [S, H, .], k, v: [.., K, .], strided."""
-    block_d, block_p, block_v = dims.blocks
+def _heads(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dims: HeadDims) -> dict[str, Any]:
+    """Where they are, which all kernels are compiled for. q, out: [S, H, .], k, v: [.., K, .], strided."""
     return dict(
         Q_STRIDE=q.stride(0),
         Q_HEAD=q.stride(1),
@@ -71,13 +70,21 @@ def _common(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         NUM_HEADS=dims.num_heads,
         GROUP=dims.group,
         D=dims.main,
-        P=dims.rope,
         V=dims.value,
+    )
+
+
+def _common(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dims: HeadDims) -> dict[str, Any]:
+    """The arguments of `decode` and `prefill` that are known when they are compiled. Tensors: see `_heads`."""
+    block_d, block_p, block_v = dims.blocks
+    return dict(
+        P=dims.rope,
         BLOCK_D=block_d,
         BLOCK_P=block_p,
         BLOCK_V=block_v,
         SHARED=dims.shared,
         DOT=tl.float32 if is_interpreted() else _DTYPES[q.dtype],  # the interpreter multiplies no bfloat16
+        **_heads(q, out, k, v, dims=dims),
     )
 
 
@@ -106,15 +113,18 @@ def run_decode(
     values = parts.view(torch.float32)
     sums = values[cut.decode.parts * dims.num_heads * dims.value :]
     sinks = q if scores.sinks is None else scores.sinks
-    on_device = lengths is not None or trees is not None or memory.k.dtype != q.dtype
-    num_requests = len(split.splits) // cut.decode.length
-    few = None if on_device else few_requests.kernel_of(cut, num_requests)
+    is_plain = lengths is None and trees is None and memory.k.dtype == q.dtype
+    few = few_requests.kernel_of(cut, len(split.splits) // cut.decode.length) if is_plain else None
     if few is not None:
-        tensors = (q, memory.k, memory.v, out, values, sums, split.items, split.splits, memory.pages, sinks)
-        compiled_for = partial(few_requests.constants, q, memory.k, memory.v, out, cut, scores=scores)
-        grid, kind = (dims.num_kv_heads, split.items.shape[0]), (id(cut), few, scores.kind)
-        split.launches.run(few, grid, tensors, scores.factors, compiled_for, kind=kind)
-    for items, tile in ((split.tall, cut.tall_tile), (split.items if few is None else None, cut.decode_tile)):
+        split.launches.run(
+            few,
+            (dims.num_kv_heads, split.items.shape[0]),
+            (q, memory.k, memory.v, out, values, sums, split.items, split.splits, memory.pages, sinks),
+            scores.factors,
+            partial(_of_few, q, memory, out, cut=cut, scores=scores),
+            kind=(id(cut), few, scores.kind),
+        )
+    for items, tile in ((split.tall, cut.tall_tile), (split.items, cut.decode_tile)) if few is None else ():
         if items is None or tile is None:
             continue
         split.launches.run(
@@ -150,6 +160,23 @@ def run_decode(
         )
     if split.merged:
         _merge(out, values, sums, split.splits, split.launches, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
+
+
+def _of_few(q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, scores: Scores) -> dict[str, Any]:
+    """What `decode_few` is compiled for."""
+    num_warps = few_requests.num_warps(cut.decode_tile)
+    return dict(
+        PAGE_SIZE=memory.k.shape[1],
+        ROWS=FEW_ROWS,
+        KEYS=cut.decode_tile.keys // num_warps,
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        CHAINED=cut.chained,
+        launch_pdl=cut.chained,
+        num_warps=num_warps,
+        maxnreg=few_requests.REGISTERS[cut.dims.main],
+        **_heads(q, out, memory.k, memory.v, dims=cut.dims),
+    )
 
 
 def _of_decode(

@@ -14,7 +14,7 @@ install = $(bin)/python -m pip install --disable-pip-version-check --no-build-is
 # For DEVICE=cpu: an interpreter of kernels, for tests of some plugins; and torch's CPU build: 0.2 GB to fetch and not 3. Where that index is out of reach, what pip finds elsewhere will do.
 DEVICE ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),cuda,cpu)
 interpreted := $(if $(filter cpu,$(DEVICE)),$(shell grep -l '^interpreter = ' plugins/*/pyproject.toml))
-# For DEVICE=cuda: the torch that kernels have run with on GPUs. It comes with Triton 3.6, whose Gluon some of them need.
+# For DEVICE=cuda: the torch with which all of it has run on GPUs. Of 2.13, kernels alone have run with the Triton that it comes with.
 constraints := $(if $(filter cuda,$(DEVICE)),$(VENV)/constraints.txt,constraints.txt)
 cuda_torch := $(if $(filter cuda,$(DEVICE)),sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(constraints))
 cpu_torch = $(if $(filter cpu,$(DEVICE)),$(install) --quiet --no-compile --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu torch || true)

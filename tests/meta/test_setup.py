@@ -111,7 +111,7 @@ def test_only_a_machine_without_a_gpu_gets_torch_for_cpus(tmp_path: Path) -> Non
 
 
 def test_a_gpu_gets_the_torch_that_kernels_ran_with(tmp_path: Path) -> None:
-    """Its Triton is 3.6, in whose Gluon some are. All else has the same version everywhere."""
+    """All else has the same version everywhere."""
     usual = (ROOT / "constraints.txt").read_text()
     assert "\ntorch==2.13.0\n" in usual
     for device, constraints in (("cpu", "constraints.txt"), ("cuda", str(tmp_path / "venv/constraints.txt"))):

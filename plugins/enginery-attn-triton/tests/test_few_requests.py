@@ -195,4 +195,5 @@ def test_all_else_has_the_other_kernel() -> None:
     assert few_requests.kernel_of(LayerCut.of(facts, itemsize=2, device=H200, length=2), 1) is None
     assert few_requests.kernel_of(LayerCut.of(facts, itemsize=2, device=FEW_UNITS), 1) is None
     assert few_requests.kernel_of(LayerCut.of(facts, itemsize=4, device=H200), 1) is None
-    assert few_requests.few_kernels("3.7.0") is None
+    assert few_requests.few_kernels("3.7.1") is few_requests.few_kernels("3.6.0") is not None
+    assert few_requests.few_kernels("3.8.0") is None

@@ -39,8 +39,8 @@ DIRECT = {
 
 def test_only_sizes_and_rows_that_kernels_can_fetch_are_direct_and_only_in_their_triton() -> None:
     """Two groups of columns for each of four programs, and 16 bytes at a time of x."""
-    assert gluon_kernels("experts_float4_few", "3.6.0") is few
-    assert gluon_kernels("experts_float4_few", "3.7.0") is gluon_kernels("experts_float4_few", "3.60.0") is None
+    assert gluon_kernels("experts_float4_few", "3.6.0") is gluon_kernels("experts_float4_few", "3.7.1") is few
+    assert gluon_kernels("experts_float4_few", "3.8.0") is gluon_kernels("experts_float4_few", "3.60.0") is None
     assert fits_direct(2880, 2880)
     assert not any(fits_direct(*sizes) for sizes in ((2880, 512), (512, 2880), (2880, 1028), (1028, 2880)))
     x = torch.zeros(3, 64, dtype=torch.bfloat16)

@@ -11,14 +11,16 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from enginery_attn_triton.tiling import SMALL_TILE, LayerCut, Tile
 
 MOST_WARPS: Final = 4
+GLUON_VERSIONS: Final = ("3.6.", "3.7.")
+"""Of Triton, with which the kernel ran on a GPU: Gluon is experimental, and others' may differ."""
 REGISTERS: Final = {64: None, 128: 168, 256: None}
 """Of a thread at the most, so that as many programs run on a multiprocessor as `tiling.FEW_RESIDENT` says."""
 
 
 @functools.cache
 def few_kernels(version: str = triton.__version__) -> Any | None:
-    """`kernels.decode_few`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
-    return importlib.import_module("enginery_attn_triton.kernels.decode_few") if version.startswith("3.6.") else None
+    """`kernels.decode_few`, for the `GLUON_VERSIONS` of Triton."""
+    return importlib.import_module("enginery_attn_triton.kernels.decode_few") if version.startswith(GLUON_VERSIONS) else None
 
 
 def num_warps(tile: Tile) -> int:

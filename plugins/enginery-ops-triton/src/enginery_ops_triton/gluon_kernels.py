@@ -10,12 +10,14 @@ from typing import Final
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+VERSIONS: Final = ("3.6.", "3.7.")
+"""Of Triton, with which they ran on a GPU: Gluon is experimental, and others' may differ."""
 _log: Final = logging.getLogger(__name__)
 
 
 def gluon_kernels(name: str, version: str = triton.__version__) -> ModuleType | None:
-    """That module of `kernels`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
-    return importlib.import_module(f"enginery_ops_triton.kernels.{name}") if version.startswith("3.6.") else None
+    """That module of `kernels`, for the `VERSIONS` of Triton."""
+    return importlib.import_module(f"enginery_ops_triton.kernels.{name}") if version.startswith(VERSIONS) else None
 
 
 def hopper_kernels(name: str, weight: torch.Tensor) -> ModuleType | None:
@@ -28,7 +30,7 @@ def warn_without_gluon(version: str = triton.__version__) -> None:
     """Say what a device does without, which has kernels in Gluon, and how to have them."""
     if gluon_kernels("linear_few", version) is None:
         _log.warning(
-            "triton %s is installed, and kernels for few requests are in the Gluon of triton 3.6, which is experimental: others do "
-            "their work, more slowly. torch 2.11 comes with triton 3.6",
+            "triton %s is installed, and kernels for few requests are in the Gluon of triton 3.6 and 3.7, which is experimental: "
+            "others do their work, more slowly. torch 2.11 comes with triton 3.6, torch 2.13 with 3.7",
             version,
         )

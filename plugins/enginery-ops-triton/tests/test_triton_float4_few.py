@@ -23,6 +23,7 @@ from enginery_ops_triton.experts_float4 import Float4Experts, fits_direct, is_al
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import experts_float4 as kernels
 from enginery_ops_triton.kernels import experts_float4_few as few
+from enginery_ops_triton.kernels import float4_few
 
 
 def direct(n: int, num_warps: int, stages: int, split: int = 1) -> ProductBlock:
@@ -78,7 +79,9 @@ def test_what_products_of_few_pairs_compute_equals_float64(
     bound = layer.bound()
     assert isinstance(bound, Float4Experts)
     assert bound.direct_kernels is None
-    bound.direct_kernels = interpreted(monkeypatch, Path(str(few.__file__)), num_warps=4, tiny=kernels.tiny_float32)
+    parts = interpreted(monkeypatch, Path(str(float4_few.__file__)), num_warps=4, tiny=kernels.tiny_float32)
+    shared = {name: getattr(parts, name) for name in ("by_quads", "fetched", "product", "sums")}
+    bound.direct_kernels = interpreted(monkeypatch, Path(str(few.__file__)), num_warps=4, **shared)
     assert_close(bound.of_blocks(x, routed, DIRECT[tiling]), layer, x, routed)
 
 

@@ -20,8 +20,8 @@ Begun = list[subprocess.Popen[bytes]]
 
 
 def begin(command: Sequence[str] = ENGINE_COMMAND) -> subprocess.Popen[bytes]:
-    """Start a process that a frame will tell what to do. It may import until then."""
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    """Start a process that a frame will tell what to do. It may import until then. Ctrl-C in a terminal is for its parent alone."""
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
 
 def take(begun: Begun, command: Sequence[str]) -> subprocess.Popen[bytes]:

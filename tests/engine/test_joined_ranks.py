@@ -318,7 +318,7 @@ def test_a_key_is_its_owner_s_and_never_written_over(tmp_path: Path) -> None:
     key = RankKey.read(str(file)).text
     again = subprocess.run(make, capture_output=True, text=True, check=False)
     assert (again.returncode, RankKey.read(str(file)).text) == (2, key)
-    assert "cannot be written: File exists; a key that is there already stays" in again.stderr
+    assert "is there already, and a key stays as it is; name another file" in again.stderr
     file.write_text(key[:-1])
     with pytest.raises(ConfigError, match=r"ranks.key is no key of ranks; engine rank --new-key FILE makes one"):
         RankKey.read(str(file))

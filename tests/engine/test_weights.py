@@ -18,7 +18,7 @@ from enginery.checkpoint.files import scan_checkpoint, unstack
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
 from enginery.engine.build import build_parts
-from enginery.errors import CheckpointError, EnginError, PluginError
+from enginery.errors import CheckpointError, EnginError, OutOfMemory, PluginError
 from enginery.kv.pool import PagedKVPool
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
@@ -247,6 +247,13 @@ def test_values_that_do_not_go_together_are_named(folder: Path, key: str, value:
         build(folder, load_format="dummy")
 
 
+def test_more_positions_than_there_is_memory_for_are_told_as_such(folder: Path) -> None:
+    """Each has a row of angles before the plan of the memory is known."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 10**15}))
+    with pytest.raises(OutOfMemory, match="angles of 1,000,000,000,000,000 positions do not fit into memory; take --max-model-len"):
+        build(folder, load_format="dummy")
+
+
 def test_a_config_that_is_no_object_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"config\.json holds list where a JSON object is needed"):
@@ -315,6 +322,14 @@ def test_stacked_tensors_are_found_by_the_names_of_their_parts(folder: Path) -> 
     assert torch.equal(load(record, stored, torch.device("cpu")).tensor(up), stack[1, 2:])
     with pytest.raises(CheckpointError, match=r"'m\.router' .* cannot be 3 matrices"):
         unstack(scan_checkpoint(folder), {".router": (".{}.a", ".{}.b", ".{}.c")})
+
+
+def test_what_a_format_stores_beside_a_weight_is_renamed_with_it(folder: Path) -> None:
+    one, names = torch.ones(2), ("m.mlp.up.weight", "m.mlp.up.weight_scale_inv", "m.mlp.gate.bias", "m.mlp.upper.weight", "bare")
+    save_file({name: one.clone() for name in names}, folder / "model.safetensors")
+    renames = {".mlp.up.weight": (".moe.up.weight",), ".mlp.gate.bias": (".moe.correction",), ".gate.weight": (".{}.gate.weight",)}
+    found = set(unstack(scan_checkpoint(folder), renames))
+    assert found == {"m.moe.up.weight", "m.moe.up.weight_scale_inv", "m.moe.correction", "m.mlp.upper.weight", "bare"}
 
 
 def test_a_tensor_that_is_taken_twice_is_in_memory_once_and_given_away_at_the_end(folder: Path) -> None:

@@ -60,6 +60,12 @@ def test_a_signal_to_the_whole_group_lets_streams_end(folder, log, number):
             wait_until_gone(child)
 
 
+def test_a_terminal_s_signals_are_not_for_the_engine_s_process(folder):
+    """It imports before it says what signals are to it: Ctrl-C then ended it, and the server said that it had died."""
+    with started(folder) as (process, _):
+        assert os.getpgid(child_of(process)) == child_of(process)
+
+
 def test_a_second_signal_to_the_whole_group_does_not_wait(folder, log):
     with started(folder, drain_s=600) as (process, url):
         child = child_of(process)

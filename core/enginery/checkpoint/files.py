@@ -142,14 +142,14 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
     """`stored` with tensors that are several in one under the names of these. The bytes are the same.
 
     stacked: {".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")} makes of a tensor [E, 2I, C]
-    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames. A stack of biases is
-    [E, N]; of more than three dimensions the last ones become one.
+    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames, and so what else its module
+    has, as the scales of a format. A stack of biases is [E, N]; of more than three dimensions the last ones become one.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         end = next((end for end in stacked if name.endswith(end)), None)
         if end is None:
-            found[name] = tensor
+            found[_renamed(name, stacked)] = tensor
             continue
         stem, parts = name.removesuffix(end), stacked[end]
         if "{}" not in parts[0]:
@@ -162,6 +162,15 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
                 "matrices for each index of its first dimension; fetch it again, or store the parts by themselves"
             )
     return found
+
+
+def _renamed(name: str, stacked: Mapping[str, tuple[str, ...]]) -> str:
+    """Of a tensor that is in a module whose weight is renamed."""
+    module, _, part = name.rpartition(".")
+    weight = f"{module}.weight"
+    renames = (end for end, (to, *_) in stacked.items() if weight.endswith(end) and "{}" not in to)
+    end = next(renames, None)
+    return name if end is None else (weight.removesuffix(end) + stacked[end][0]).removesuffix("weight") + part
 
 
 def _each_of(tensor: StoredTensor, stem: str, parts: tuple[str, ...]) -> dict[str, StoredTensor]:

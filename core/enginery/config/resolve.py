@@ -20,11 +20,13 @@ DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 PROMPTS_FIRST_TOKENS = 16384  # on a GPU, where no step's length matters: W1 and W7 are 1 % faster, see docs/log.md
 DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 DEFAULT_PREFILL_FRACTION = 0.0625
+MOST_THREADS = 1024  # of more, some hosts give none, and end the process
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
     *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp", "pp", "dp_attention"),
 )
+_LEAST = {**dict.fromkeys(_POSITIVE, 1), "profile_steps": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +202,14 @@ def _check_drafts(asked: EngineOptions) -> None:
 
 def _check_numbers(asked: EngineOptions) -> None:
     given = {name: value for name, value in vars(asked).items() if value is not None}
-    for name in _POSITIVE:
-        if given.get(name, 1) < 1:
-            raise ConfigError(f"{name} is {given[name]}, but must be at least 1")
+    for name, least in _LEAST.items():
+        if given.get(name, least) < least:
+            raise ConfigError(f"{name} is {given[name]}, but must be at least {least}")
+    if given.get("num_threads", 1) > MOST_THREADS:
+        raise ConfigError(f"num_threads is {asked.num_threads}, but must be at most {MOST_THREADS}; as many as cores are fastest")
     for name in _SHARES:
         if not 0 < given.get(name, 1) <= 1:
             raise ConfigError(f"{name} is {given[name]}, but must lie in (0, 1]")
-    if asked.profile_steps < 0:
-        raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
     for name in ("kv_memory_gib", "step_deadline"):
         if not 0 < given.get(name, 1) < float("inf"):
             raise ConfigError(f"{name} is {given[name]}, but must be positive, and finite")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from enginery.errors import ConfigError
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
@@ -106,6 +108,12 @@ class EngineOptions:
     blocked_plugins: tuple[str, ...] = ()
     no_plugins: bool = False
     plugin_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = vars(self) | {"record_steps": self.record_steps[0] if self.record_steps else None}
+        for name, value in numbers.items():
+            if isinstance(value, int) and not -(2**63) <= value < 2**64:  # what a message to other processes takes
+                raise ConfigError(f"{name} is {value}, but must be a whole number of at most 64 bits")
 
     @property
     def num_ranks(self) -> int:

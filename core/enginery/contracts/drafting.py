@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FEATURES: Final = "features"  # what a draft model that takes them finds in `arrived` for rows that the target has run over
 CARRIED: Final = "carried"  # and for rows behind those, what it returned for the row before
+MOST_SIBLINGS: Final = 32
 ON_DEVICE: Final = -1  # in place of a guess that the host has not read
 
 
@@ -122,15 +123,15 @@ class DraftModelOptions:
     """What `-o NAME.field=value` sets of every draft model whose descriptor has no options of its own.
 
     trees: beside each guess the `siblings` likeliest other tokens are verified, so a guess that is nearly right costs less. Each
-    costs a row of the verification and no step of the draft model. Raises ValueError for no siblings.
+    costs a row of the verification and no step of the draft model. Raises ValueError for no siblings, or more than `MOST_SIBLINGS`.
     """
 
     trees: bool = False
     siblings: int = 1
 
     def __post_init__(self) -> None:
-        if self.siblings < 1:
-            raise ValueError(f"siblings is {self.siblings}; take 1 or more, or leave trees out")
+        if not 1 <= self.siblings <= MOST_SIBLINGS:
+            raise ValueError(f"siblings is {self.siblings}; take 1 to {MOST_SIBLINGS}, or leave trees out")
 
     @property
     def num_siblings(self) -> int:

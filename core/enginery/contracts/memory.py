@@ -46,8 +46,9 @@ class RecurrentFacts:
     ssm: Mamba2's linear rule (arXiv:2405.21060): `mixed` is x, B, C, which are values, keys, queries, and dt_t, the softplus in
     the decay, multiplies what is written. step_limits: dt_t is no smaller, no larger.
 
-    conv_kernel: tokens of a causal convolution of each channel of `mixed`, before everything else; 0 for none. conv_silu: it is
-    followed by a SiLU. Key heads are repeated for the value heads: value head h has key head h // (value_heads // key_heads).
+    conv_kernel: tokens of a causal convolution of each channel of `mixed`, before everything else, two or more; 0 for none.
+    conv_silu: a SiLU follows it. Key heads are repeated for the value heads: value head h has key head
+    h // (value_heads // key_heads).
     """
 
     rule: Literal["delta", "linear", "scan", "conv"]
@@ -64,6 +65,8 @@ class RecurrentFacts:
 
     def __post_init__(self) -> None:
         check_heads(self.value_heads, "value heads", self.key_heads, "key heads")
+        if self.conv_kernel == 1:
+            raise CheckpointError("a layer has a convolution of one token, which is not served; correct config.json")
 
     @property
     def mixed_widths(self) -> tuple[int, int, int]:

@@ -245,6 +245,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     is_overload: bool = False
     embedding: tuple[float, ...] | None = None
 
+    def guesses(self, count: int) -> tuple[int, int]:
+        """Those verified, and right, where the answer ends behind so many of its tokens: later ones are neither right nor wrong."""
+        drafted = self.num_drafted if count == len(self.token_ids) else min(self.num_drafted, count)
+        return drafted, min(self.num_accepted, count)
+
     @property
     def is_last(self) -> bool:
         """Whether nothing more comes to its request."""

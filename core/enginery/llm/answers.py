@@ -151,8 +151,9 @@ class GrowingCompletion:
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         self.num_cached_tokens = output.num_cached_tokens
-        self.num_drafted_tokens += output.num_drafted
-        self.num_accepted_tokens += min(output.num_accepted, count)
+        drafted, accepted = output.guesses(count)
+        self.num_drafted_tokens += drafted
+        self.num_accepted_tokens += accepted
         self.finish_reason = FinishReason.STOP if stopped_by is not None else output.finish_reason
 
     def take(self) -> GenerationDelta | None:

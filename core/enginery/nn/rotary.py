@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from enginery.checkpoint.decoder_shape import RopeShape
-from enginery.errors import CheckpointError
+from enginery.errors import CheckpointError, OutOfMemory
 
 Frequencies = tuple[torch.Tensor, float]
 
@@ -23,10 +23,17 @@ Frequencies = tuple[torch.Tensor, float]
 def rotary_table(rope: RopeShape, num_positions: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[num_positions, R]: the cosines of each position's R/2 angles, then their sines, times the method's attention factor.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError`, and `OutOfMemory` for more positions than there is memory for.
     """
     if not isinstance(rope.kind, str) or rope.kind not in _METHODS:
         raise CheckpointError(f"config.json asks for rope type {rope.kind!r}; known are {', '.join(sorted(_METHODS))}")
+    try:
+        return _table(rope, num_positions).to(device=device, dtype=dtype)
+    except RuntimeError as error:  # torch's, of the host or the device
+        raise OutOfMemory(f"rotary angles of {num_positions:,} positions do not fit into memory; take --max-model-len") from error
+
+
+def _table(rope: RopeShape, num_positions: int) -> torch.Tensor:
     positions = torch.arange(num_positions, dtype=torch.float32)
     try:
         inv_freq, attention_factor = _METHODS[rope.kind](rope, num_positions)  # [R/2], or [num_positions, R/2]
@@ -34,8 +41,7 @@ def rotary_table(rope: RopeShape, num_positions: int, *, dtype: torch.dtype, dev
         stated = dict(rope.parameters)
         raise CheckpointError(f"config.json has rope parameters {stated!r}, which are not usable: {error}") from error
     angles = positions[:, None] * inv_freq
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor  # [num_positions, R]
-    return table.to(device=device, dtype=dtype)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor  # [num_positions, R]
 
 
 def _parameter(rope: RopeShape, key: str) -> float:

@@ -56,6 +56,7 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         count += 1
         if (reason := _finish_reason(request, token_id)) is not None:
             break
+    is_whole = count == len(told)  # else guesses behind its end are neither right nor wrong
     stop_token_id = token_id if reason is FinishReason.STOP and token_id in request.stop_ids else None
     prompt, request.prompt_logprobs = request.prompt_logprobs, []
     logprobs = output.logprobs.get(index)
@@ -67,8 +68,8 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         finish_reason=reason,
         stop_token_id=stop_token_id,
         num_cached_tokens=request.num_cached_tokens,
-        num_drafted=num_drafts,
-        num_accepted=count - (count == len(told)),  # all but the last one, which nobody guessed
+        num_drafted=(count, num_drafts)[is_whole],
+        num_accepted=count - is_whole,  # all but the last one, which nobody guessed
         embedding=output.embeddings.get(index),
         queued_s=request.queued_s or 0.0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -145,7 +146,21 @@ def test_only_so_many_last_tokens_are_looked_up() -> None:
     assert drafter.propose([DraftAsk("a", [1, 2, 3, 4, 9, 1, 2, 3], 8)]) == [[4, 9]]
 
 
-@pytest.mark.parametrize("wrong", [{"depth": 0}, {"salts": 0}, {"cached_requests": -1}, {"factor": 0.0}, {"least_share": 2.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"depth": 0},
+        {"depth": 1},
+        {"depth": 2**31},
+        {"salts": 0},
+        {"cached_requests": -1},
+        {"cached_requests": 2**31},
+        {"factor": 0.0},
+        {"factor": math.nan},
+        {"factor": math.inf},
+        {"least_share": 2.0},
+    ],
+)
 def test_options_that_would_find_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="would find nothing; take"):
         build(**wrong)

@@ -223,6 +223,13 @@ HOSTILE = {
     "a huge list of values": (GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"v{index}" for index in range(24_000)]}), None),
     "a bad pattern in a schema": (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "[["}', "regex"),
     "a bad pattern": (GrammarKind.REGEX, "((", "unclosed group"),
+    "a pattern that ends in its escape": (GrammarKind.REGEX, "[0-9]{3}\\", "ends with a backslash that nothing follows"),
+    "the same in a schema": (
+        GrammarKind.JSON_SCHEMA,
+        json.dumps({"type": "string", "pattern": "a\\\\\\"}),
+        "ends with a backslash",
+    ),
+    "an escape that is whole": (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "a\\\\"}), None),
     "look-around": (GrammarKind.REGEX, "(?=a)b", "look-around"),
     "deep brackets": (GrammarKind.REGEX, "(" * 100_000 + "a" + ")" * 100_000, "nest"),
     "a catastrophic pattern": (GrammarKind.REGEX, "(a+)+$", None),

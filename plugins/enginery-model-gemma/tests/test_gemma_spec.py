@@ -53,6 +53,14 @@ def test_a_rope_that_is_stated_for_one_kind_of_layer_leaves_the_other_its_defaul
         shape(THIRD | {"rope_parameters": stated})
 
 
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_caps_that_are_no_numbers_are_refused(key: str) -> None:
+    assert shape(SECOND | {key: None}) != shape(SECOND)
+    for value in ("50.0", 0, [30.0]):
+        with pytest.raises(CheckpointError, match=rf"{key} .*, which must be a number above 0, or null"):
+            shape(SECOND | {key: value})
+
+
 @pytest.mark.parametrize(("given", "made"), [(SECOND, Gemma2Config), (THIRD, Gemma3TextConfig)])
 def test_what_a_file_leaves_out_is_what_transformers_takes(given: dict[str, object], made: type) -> None:
     stated = made(**{key: value for key, value in given.items() if key != "architectures"}).to_dict()

@@ -60,6 +60,12 @@ def test_damaged_limits_of_steps_are_refused() -> None:
         read_mixer({**hybrids.BAMBA, **BAMBA, "time_step_limit": [0.0]}, hybrids.KEYS)
 
 
+def test_a_convolution_of_one_token_is_refused() -> None:
+    """Backends tell by the state whether there is a convolution, and this one has none."""
+    with pytest.raises(CheckpointError, match="a convolution of one token, which is not served"):
+        hybrids.describe(BAMBA | {"mamba_d_conv": 1})
+
+
 def test_bamba_says_where_attention_is() -> None:
     assert rules(hybrids.describe(BAMBA | {"attn_layer_indices": [2]})) == [(0, "linear"), (1, "linear"), (2, None), (3, "linear")]
     assert hybrids.shape(BAMBA).rope.rotary_dim == 8
@@ -95,6 +101,8 @@ def test_falcon_has_two_layers_with_memory_in_each() -> None:
     assert falcon.shape(config).attention_scale == 0.5 / 4
     with pytest.raises(CheckpointError, match="ssm_multipliers"):
         falcon.describe(config | {"ssm_multipliers": [1.0]})
+    with pytest.raises(CheckpointError, match=r"mlp_multipliers .*, which must be 2 numbers"):
+        falcon.describe(config | {"mlp_multipliers": [None, 1.0]})
 
 
 @pytest.mark.parametrize(("norm_first", "gate_first"), [({}, False), (True, False), (False, True), (None, True)])

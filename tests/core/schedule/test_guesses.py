@@ -3,9 +3,11 @@
 import pytest
 from integrity import check_scheduler
 
+from enginery.contracts.request import RequestOutput
 from enginery.schedule import planner
+from enginery.schedule.scheduler import Scheduler
 
-from .device import Told, asked_of, settings_of
+from .device import Told, asked_of, output_of, settings_of
 from .kinds_device import RandomGuesses, scheduler_of_kinds
 
 
@@ -74,3 +76,39 @@ def test_behind_wrong_guesses_that_led_over_a_page_s_end_plain_decoding_can_be_r
     while scheduler.has_work:
         assert run(scheduler)[1] == [0]
     assert sorted(point.position for point in scheduler._kv.cache.points) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("told", "params", "drafted", "accepted"),
+    [
+        ((5, 6, 7, 8), {}, 3, 3),
+        ((5,), {}, 3, 0),
+        ((5, 6, 1, 8), {"stop_token_ids": (1,)}, 3, 3),
+        ((5, 1, 7, 8), {"stop_token_ids": (1,)}, 2, 2),
+        ((5, 1), {"stop_token_ids": (1,)}, 3, 1),
+        ((5, 6, 7, 8), {"max_tokens": 3}, 1, 1),
+    ],
+    ids=[
+        "all right",
+        "none right",
+        "ended by the last guess",
+        "ended before",
+        "ended by the token behind them",
+        "ended by its limit",
+    ],
+)
+def test_guesses_behind_the_end_of_an_answer_are_neither_right_nor_wrong(told, params, drafted, accepted):
+    scheduler = scheduler_of_kinds(settings_of(), drafting=SameGuesses(3))
+    scheduler.submit(asked_of("r", [10] * 4, **{"max_tokens": 40, "ignore_eos": True} | params))
+    run(scheduler)
+    step = scheduler.next_step().value
+    (output,) = Scheduler.complete(scheduler, step, output_of(step, Told([told])))
+    assert (output.num_drafted, output.num_accepted) == (drafted, accepted)
+
+
+def test_guesses_behind_a_stop_string_are_neither_too():
+    """The text says where an answer ends: here behind so many of the step's four tokens, of which three were guessed."""
+    output = RequestOutput(request_id="r", token_ids=(5, 6, 7, 8), num_drafted=3, num_accepted=3)
+    assert [output.guesses(count) for count in (4, 3, 2, 1)] == [(3, 3), (3, 3), (2, 2), (1, 1)]
+    wrong = RequestOutput(request_id="r", token_ids=(5,), num_drafted=3)
+    assert wrong.guesses(1) == (3, 0)

@@ -94,11 +94,21 @@ def test_what_asks_for_too_much_or_too_little_is_named_and_nothing_else(asked: E
         EngineOptions(load_format="gguf"),
         EngineOptions(max_batch_tokens=0),
         EngineOptions(num_threads=0),
+        EngineOptions(num_threads=100_000),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_refused(asked: EngineOptions) -> None:
     with pytest.raises(ConfigError):
         planned(asked, device(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2**70), ("seed", -(2**63) - 1), ("num_pages", 2**64), ("record_steps", (2**64, "x"))]
+)
+def test_a_number_that_no_process_can_be_sent_is_refused_by_every_way_of_asking(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is -?[0-9]+, but must be a whole number of at most 64 bits"):
+        EngineOptions(**{name: value})
+    assert EngineOptions(seed=2**64 - 1).seed == 2**64 - 1
 
 
 def test_steps_are_larger_on_a_gpu_where_prompts_go_first() -> None:

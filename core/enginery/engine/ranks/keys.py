@@ -50,8 +50,10 @@ class RankKey:
         try:
             with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
                 stream.write(f"{self.text}\n")
+        except FileExistsError as error:
+            raise ConfigError(f"{file} is there already, and a key stays as it is; name another file") from error
         except OSError as error:
-            raise ConfigError(f"{file} cannot be written: {error.strerror}; a key that is there already stays as it is") from error
+            raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a public key is that of ranks: what `zmq.auth` asks."""

@@ -83,6 +83,7 @@ class _Choice:
             if stopped_by is not None or reader.is_over:
                 reason = FinishReason.STOP
                 break
+        drafted, accepted = output.guesses(num_tokens)
         return ChoiceDelta(
             job=self._job,
             text="".join(texts),
@@ -95,8 +96,8 @@ class _Choice:
             stopped_by=stopped_by,
             ended_in_call=reader.ended_in_call,
             num_cached_tokens=output.num_cached_tokens,
-            num_drafted=output.num_drafted,
-            num_accepted=min(output.num_accepted, num_tokens),
+            num_drafted=drafted,
+            num_accepted=accepted,
         )
 
     def _pieces(self, output: RequestOutput) -> Iterator[_Piece]:

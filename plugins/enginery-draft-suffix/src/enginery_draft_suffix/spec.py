@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from enginery.api import ConfigError, DraftContext, DrafterSpec, HostDrafter
+
+MOST: Final = 32  # guesses of a request in one step
+LARGEST: Final = 2**31 - 1  # that Arctic Inference takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +31,17 @@ def build(context: DraftContext) -> HostDrafter:
     """Raises `ConfigError` where Arctic Inference is not installed, and for options that would find nothing."""
     options = context.options
     assert isinstance(options, SuffixOptions)
-    if (
-        min(options.depth, options.salts) < 1
-        or options.cached_requests < 0
-        or options.factor <= 0
-        or not 0 <= options.least_share <= 1
-    ):
+    are_good = (
+        2 <= options.depth <= LARGEST,
+        options.salts >= 1,
+        0 <= options.cached_requests <= LARGEST,
+        0 < options.factor <= MOST,
+        0 <= options.least_share <= 1,
+    )
+    if not all(are_good):
         raise ConfigError(
-            f"{options} would find nothing; take depth, salts >= 1, cached_requests >= 0, factor > 0, 0 <= least_share <= 1"
+            f"{options} would find nothing; take depth >= 2, cached_requests >= 0, both below 2^31, salts >= 1, "
+            f"0 < factor <= {MOST}, 0 <= least_share <= 1"
         )
     from enginery_draft_suffix.drafter import SuffixDrafter, open_trees
 
@@ -51,7 +58,7 @@ SUFFIX = DrafterSpec(
     name="suffix",
     api=(2, 0),
     summary="what followed a request's last tokens in recent answers",
-    most=32,
+    most=MOST,
     build=build,
     trees=trees,
     options=SuffixOptions,

@@ -38,6 +38,7 @@ _STANDARD_FORMATS: Final = {  # JSON Schema 2020-12, validation, section 7.3
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid"),
     *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
 }
+_BACKSLASH_AT_END: Final = '\\\\"'  # of a text in JSON
 _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by names of any kind
 _VALUES: Final = ("const", "enum", "default", "examples")  # no schemas
 
@@ -151,6 +152,9 @@ def _without_remarks(source: str, *, is_lenient: bool = False) -> str:
     A lenient one is also without patterns that no automaton matches, and without references to other documents: the library leaves
     out only keywords that it does not know.
     """
+    if _BACKSLASH_AT_END in source:
+        with suppress(ValueError, RecursionError):
+            _plain(json.loads(source), _is_cut)
     if not is_lenient and set(_FORMAT.findall(source)) <= _STANDARD_FORMATS:
         return source
     with suppress(ValueError, RecursionError):  # what is wrong with it is told by the library
@@ -182,6 +186,22 @@ def _is_unknown(key: str, value: object) -> bool:
     if key == "pattern":
         return isinstance(value, str) and bool(_BEYOND_AUTOMATA.search(value))
     return _is_remark(key, value) or (key == "$ref" and isinstance(value, str) and not value.startswith("#"))
+
+
+def _is_cut(key: str, value: object) -> bool:
+    """Raises `RequestError` for a pattern that cannot be one; nothing is left out."""
+    if key == "pattern" and isinstance(value, str):
+        _whole_regex(value)
+    return False
+
+
+def _whole_regex(source: str) -> str:
+    """Raises `RequestError` for a backslash at its end, which the library would leave out."""
+    if (len(source) - len(source.rstrip("\\"))) % 2:
+        raise _unusable(
+            GrammarKind.REGEX, f"{source[-200:]!r} ends with a backslash that nothing follows; double it, or leave it out"
+        )
+    return source
 
 
 def _lark(source: str) -> str:
@@ -216,7 +236,7 @@ def _choice(source: str) -> str:
 _SOURCES: Final[Mapping[GrammarKind, Callable[[str], str]]] = {
     GrammarKind.JSON_OBJECT: lambda source: _json_schema('{"type": "object"}'),
     GrammarKind.JSON_SCHEMA: _json_schema,
-    GrammarKind.REGEX: LLMatcher.grammar_from_regex,
+    GrammarKind.REGEX: lambda source: LLMatcher.grammar_from_regex(_whole_regex(source)),
     GrammarKind.GRAMMAR: _lark,
     GrammarKind.CHOICE: _choice,
 }

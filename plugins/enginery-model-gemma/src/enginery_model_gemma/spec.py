@@ -91,11 +91,19 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         norm_offset=1.0,
         embedding_scale=plain.hidden_size**0.5,
         attention_scale=whole_number(config, "query_pre_attn_scalar") ** -0.5,
-        softcap=config.get("attn_logit_softcapping"),
-        logit_cap=config.get("final_logit_softcapping"),
+        softcap=_cap(config, "attn_logit_softcapping"),
+        logit_cap=_cap(config, "final_logit_softcapping"),
         stem=stem,
         window_rope=None if local is None else read_rope(local, plain.head_dim),
     )
+
+
+def _cap(config: Mapping[str, Any], key: str) -> float | None:
+    """Null for none."""
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        raise CheckpointError(f"config.json has {key} {value!r}, which must be a number above 0, or null; the file is damaged")
+    return value
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

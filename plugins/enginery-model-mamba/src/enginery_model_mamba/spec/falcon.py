@@ -53,7 +53,8 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """With defaults. `mamba_d_ssm` that is null means `mamba_expand`, one that is left out 1024."""
     whole = {**DEFAULTS, "mamba_d_ssm": None if "mamba_d_ssm" in config else 1024, **stated(config)}
     for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
-        if not isinstance(whole[key], list | tuple) or len(whole[key]) != count:
+        numbers = whole[key] if isinstance(whole[key], list | tuple) else ()
+        if len(numbers) != count or not all(isinstance(number, int | float) for number in numbers):
             raise CheckpointError(f"config.json has {key} {whole[key]!r}, which must be {count} numbers; the file is damaged")
     return whole
 

@@ -7,11 +7,22 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from core.text.family_templates_made import FAMILIES
 
-from enginery.contracts.parsers import ArgumentsText, ContentText, ParserFacts, ReasoningText, Tool, ToolCallBegun, ToolCallEnded
+from enginery.contracts.parsers import (
+    ArgumentsText,
+    ContentText,
+    ParserEvent,
+    ParserFacts,
+    ReasoningText,
+    Tool,
+    ToolCallBegun,
+    ToolCallEnded,
+)
 from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader
+from enginery.serve.api.anthropic import _input
 from enginery.text.template import ChatTemplate
 from enginery_parsers import register_parsers
 
@@ -43,6 +54,7 @@ EXPECTED: dict[str, tuple[str, str | None, dict[str, object], str]] = {
     "longcat-thinking": ("longcat-tags", "longcat-think", {}, "</longcat_s>"),
     "falcon-h1": ("hermes", None, {}, "<|im_end|>"),
 }
+SPECS = {spec.name: spec for spec in register_parsers()}
 SWITCHES: list[dict[str, object]] = [{}, {"enable_thinking": False}]
 FORGETS = {*("nemotron", "kimi"), *(name for name, (_, reasoning, _, _) in EXPECTED.items() if not reasoning)}  # some thoughts
 
@@ -73,10 +85,9 @@ def parsers_of(name: str) -> tuple[str | None, str | None]:
 
 def read(name: str, prompt: str, pieces: list[str], *, offered: Sequence[Tool] = OFFERED) -> dict[str, object]:
     tools, reasoning, _, _ = EXPECTED[name]
-    specs = {spec.name: spec for spec in register_parsers()}
-    thinks = specs[reasoning] if reasoning else None
+    thinks = SPECS[reasoning] if reasoning else None
     is_inside = bool(thinks and thinks.is_inside and thinks.is_inside(prompt))
-    reader = AnswerReader(AnswerFormat(reasoning=thinks, tool_parser=specs[tools], tools=offered, is_inside=is_inside))
+    reader = AnswerReader(AnswerFormat(reasoning=thinks, tool_parser=SPECS[tools], tools=offered, is_inside=is_inside))
     found: dict[str, Any] = {"thought": "", "content": "", "calls": []}
     for place, piece in enumerate(pieces, 1):
         for event in reader.feed(piece, finished=place == len(pieces)):
@@ -150,3 +161,70 @@ def test_reasoning_that_is_closed_for_a_forced_call_ends_as_in_the_template(name
     messages = [*ASKED, answer(thought="hm", content="It is.", calls=[])]
     written = templates[name].render(messages, tools=TOOLS, variables=variables, add_generation_prompt=False)
     assert f"hm{spec.close}It is." in written
+
+
+def events_of(reader: AnswerReader, pieces: Sequence[str]) -> list[ParserEvent]:
+    return [event for place, piece in enumerate(pieces, 1) for event in reader.feed(piece, finished=place == len(pieces))]
+
+
+def content_of(events: Sequence[ParserEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ContentText))
+
+
+@pytest.mark.parametrize(
+    "pieces", [list, lambda text: [text], lambda text: [*text, ""]], ids=["by characters", "whole", "then nothing"]
+)
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("mistral", '[TOOL_CALLS][{"name": "clock", "arguments": {}}]', 1),
+        ("mistral", ' [TOOL_CALLS] [{"name": "clock", "arguments": {}}]', 1),
+        ("mistral-args", "[TOOL_CALLS]clock[ARGS]{}", 1),
+        ("mistral-args", '["[TOOL_CALLS]clock[ARGS]{}"]', 0),
+        ("mistral", ' [ [], "[TOOL_CALLS][]"]', 0),
+        ("mistral", "[", 0),
+        ("hermes", '[{"a": "<tool_call>"}, 1]', 0),
+        ("hermes", '"<tool_call>"', 0),
+    ],
+)
+def test_calls_that_begin_with_a_bracket_are_no_list_of_json(name, text, calls, pieces):
+    reader = AnswerReader(AnswerFormat(tool_parser=SPECS[name], tools=OFFERED, or_json=True))
+    events = events_of(reader, pieces(text))
+    assert sum(isinstance(event, ToolCallBegun) for event in events) == calls
+    assert calls or content_of(events) == text
+    assert not (calls and content_of(events).strip())
+
+
+CALLS_OF = {
+    "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg",
+    "qwen3-xml": "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n<parameter=city>\nRome\n</parameter>\n",
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="days">2</parameter>\n',
+    "lfm2": '<|tool_call_start|>[weather(city="Rome", days=2, now=True',
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2',
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", CALLS_OF)
+def test_an_answer_that_is_cut_within_a_call_ends_in_it_and_has_no_content(name, parallel):
+    begun = 0
+    for end in range(1, len(CALLS_OF[name]) + 1):
+        reader = AnswerReader(AnswerFormat(tool_parser=SPECS[name], tools=OFFERED, parallel=parallel))
+        events = events_of(reader, [CALLS_OF[name][:end], ""])
+        if any(isinstance(event, ToolCallBegun) for event in events):
+            begun += 1
+            assert events[-1] == ToolCallEnded(0, complete=False), CALLS_OF[name][:end]
+            assert (reader.ended_in_call, reader.is_over, content_of(events)) == (True, False, ""), CALLS_OF[name][:end]
+    assert begun > 10
+
+
+def test_half_a_character_of_a_marker_that_was_forced_is_no_content():
+    reader = AnswerReader(AnswerFormat(tool_parser=SPECS["deepseek-v3.1"], tools=OFFERED, calls_only=True))
+    assert events_of(reader, ["<\uff5ctool▁calls▁begin\uff5c><\uff5ctool", "\ufffd"]) == []
+    assert reader.ended_in_call
+
+
+@pytest.mark.parametrize("arguments", ['{"n":12345678901234567890123}', '{"n":1e400}', '{"s":"\\ud83d"}', '{"a":[{}]}'])
+def test_a_message_has_arguments_as_they_are_written(arguments):
+    assert msgspec.json.encode(_input(arguments)).decode() == arguments
+    assert [_input(other) for other in (arguments[:-1], "", "[1]", '{"a":' * 100_000)] == [{}] * 4

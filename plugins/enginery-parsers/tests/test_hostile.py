@@ -138,3 +138,13 @@ def test_an_undecided_call_that_is_too_long_is_content_and_the_search_goes_on() 
 def test_what_is_too_long_ends_at_the_same_character_however_it_is_cut() -> None:
     text = "<tool_call>f<arg_key>a</arg_key><arg_value>" + "x" * 1_000 + "<tool_call>f</tool_call>" + "x" * HELD_MAX
     assert texts(SPECS["glm4"], iter([text])) == texts(SPECS["glm4"], in_pieces(text, 100))
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [('{"a": "1\n2"}', '{"v": {"a": "1\\n2"}}'), ('{\n"a": 1E400}', '{"v": {\n"a": 1E400}}'), ("1\n2", '{"v": "1\\n2"}')],
+)
+def test_line_breaks_in_the_strings_of_json_are_escaped_within_tags_too(value: str, arguments: str) -> None:
+    text = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    _, found, ended = texts(SPECS["glm4"], iter([text]))
+    assert (found, "complete=True" in ended) == (arguments, True)

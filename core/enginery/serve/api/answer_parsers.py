@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from enginery.plugin.selection import choose_parser
 if TYPE_CHECKING:
     from enginery.plugin.registry import Registry
     from enginery.text.text_side import TextSide
+
+
+_BEGINS_JSON: Final = re.compile(r'\s*(\[\s*)?[{"\-0-9tfn]|\s*\[\s*[\[\]]')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ class AnswerReader:
         self._reasoning = None if how.reasoning is None else how.reasoning.make(setup)
         self._tools = None if how.tool_parser is None else how.tool_parser.make(setup)
         self._parallel, self._calls_only, self._or_json = how.parallel, how.calls_only, how.or_json and not how.calls_only
+        self._beginning = ""  # until it is known whether it is JSON
         self.is_reasoning = how.is_inside
         self.has_called = False
         self.is_over = False
@@ -112,9 +117,11 @@ class AnswerReader:
         found: list[ParserEvent] = [ContentText(text)] if text else []
         if self._reasoning is not None:
             found = [*self._reasoning.feed(text), *(self._reasoning.finish() if finished else ())]
-        if self._or_json and (content := "".join(event.text for event in found if isinstance(event, ContentText)).lstrip()):
-            self._or_json = False
-            self._tools = None if content[0] in '{["-0123456789tfn' else self._tools  # strings of JSON may quote calls
+        if self._or_json and self._tools is not None:
+            self._beginning += "".join(event.text for event in found if isinstance(event, ContentText))
+            if is_json := _BEGINS_JSON.match(self._beginning):  # whose strings may quote calls
+                found, self._tools = [*self._tools.finish(), *found], None
+            self._or_json = not is_json and self._beginning.strip() in ("", "[")
         if self._tools is not None:
             found = self._with_calls(self._tools, found, finished=finished)
         return self._checked(found, finished=finished)
@@ -123,8 +130,11 @@ class AnswerReader:
         found: list[ParserEvent] = []
         for event in events:
             found += parser.feed(event.text) if isinstance(event, ContentText) else [event]
-        last = parser.finish() if finished else ()
-        return [*found, *(event for event in last if not (self._calls_only and isinstance(event, ContentText)))]
+        last = parser.finish() if finished else []
+        is_cut = any(isinstance(event, ToolCallEnded) and not event.complete for event in last)
+        end = len(found) if is_cut else len(found) + len(last)  # content behind it is what is left of a call
+        end = 0 if finished and self._calls_only else end
+        return [event for place, event in enumerate([*found, *last]) if place < end or not isinstance(event, ContentText)]
 
     def _checked(self, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:
         kept: list[ParserEvent] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,7 +18,6 @@ from enginery.serve.api.service import Service, json_answer, read_request
 from enginery.serve.http.event_stream import EventStream, named_event, unless_disconnected
 from enginery.serve.http.faults import Fault
 from enginery.serve.schemas.anthropic import NAMES, CountTokensRequest, MessagesRequest
-from enginery.serve.schemas.body_decoding import decode_json
 from enginery.serve.schemas.replies import Usage
 
 PATHS: Final = "/v1/messages"
@@ -132,13 +132,13 @@ class _Layout:
                 return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
 
 
-def _input(arguments: str) -> dict[str, object]:
-    """The arguments as an object. Empty while they are not complete: at the start of a stream, and where an answer was too long."""
+def _input(arguments: str) -> dict[str, object] | msgspec.Raw:
+    """The arguments as they are written. Empty while they are not complete: as a stream begins, and where an answer was cut."""
     try:
-        found = decode_json(arguments)
-    except (msgspec.DecodeError, RecursionError):
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return msgspec.Raw(arguments.encode()) if is_object else {}
 
 
 def _message(opened: Conversation, **content: object) -> dict[str, object]:

@@ -73,17 +73,6 @@ def _place(body: bytes | bytearray) -> UnicodeDecodeError | None:
     return None
 
 
-def decode_json(text: str) -> object:
-    """The JSON value that a string of a body holds. Raises `msgspec.DecodeError` and `RecursionError`."""
-    raw = text.encode(errors="surrogatepass")
-    if told := too_much(raw):
-        raise msgspec.DecodeError(f"there are {told}")
-    value = msgspec.json.decode(raw)
-    if _has_digits(raw, _64_BITS) and _is_too_long(value):
-        raise msgspec.DecodeError("a whole number has more than 64 bits")
-    return value
-
-
 def too_much(body: bytes | bytearray) -> str | None:
     """What the body has too much of, if anything. The exact count, which leaves texts out, follows only if a quick one is high."""
     num_values = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")

@@ -21,6 +21,7 @@ _JSON_TYPES: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset({"array"}),
     dict: frozenset({"object"}),
 }
+_BREAKS: Final = "\n\r\t"
 _PYTHON_WORDS: Final[Mapping[str, str]] = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -191,10 +192,15 @@ def resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def json_of(text: str, allowed: frozenset[str], *, python_words: bool = False) -> str:
-    """The JSON text of a value that is written as JSON, or as a string without quotes. python_words: None is null, and so on."""
+    """The JSON text of a value that is written as JSON, or as a string without quotes. python_words: None is null, and so on.
+
+    Line breaks in strings of JSON are escaped.
+    """
     written = _PYTHON_WORDS.get(text.strip(), text) if python_words else text
     try:
-        value = json.loads(written, parse_constant=_refuse)
+        value = json.loads(written, parse_constant=_refuse, strict=False)
+        if any(char in written for char in _BREAKS) and not _is_strict(written):
+            written = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = _JSON_TYPES.get(type(value), frozenset())
@@ -221,6 +227,15 @@ def _named_types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _is_strict(text: str) -> bool:
+    """Whether JSON has no line breaks and the like in its strings."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse(constant: str) -> None:

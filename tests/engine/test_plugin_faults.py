@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,6 +137,23 @@ def test_a_plugin_that_exits_in_a_step_fails_it_and_not_the_process(asked: Engin
         engine.step()
     (told,) = engine.recover(error.value)
     assert "RuntimeError: SystemExit: 0" in str(told.error)
+
+
+def test_a_panic_of_a_plugin_s_library_fails_a_step_and_not_the_process(
+    asked: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pyo3 raises for a library in Rust is no `Exception`."""
+
+    class PanicError(BaseException):
+        pass
+
+    engine = Engine.build(asked, Registry.load())
+    monkeypatch.setattr(type(engine._runner.parts.model), "forward", Mock(side_effect=PanicError("planted")))
+    engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3)))
+    with pytest.raises(RuntimeError, match="PanicError: planted") as error:
+        engine.step()
+    (told,) = engine.recover(error.value)
+    assert "RuntimeError: PanicError: planted" in str(told.error)
 
 
 def test_ctrl_c_amid_a_plugins_code_blames_no_plugin(asked: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:

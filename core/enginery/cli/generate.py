@@ -83,13 +83,17 @@ def stream_text(
 
     Raises `EnginError`.
     """
+    from enginery.llm.interrupts import interrupts_later
     from enginery.text.detokenize import CompletionText
 
     completion = CompletionText(tokenizer, request.params, after=after)
-    engine.submit(request)
+    with interrupts_later():
+        engine.submit(request)
     try:
         while engine.has_work:
-            for output in engine.step():
+            with interrupts_later():
+                outputs = engine.step()
+            for output in outputs:
                 if output.error is not None:
                     raise EnginError(output.error)
                 finished = output.finish_reason is not None
@@ -98,4 +102,5 @@ def stream_text(
                 if finished or delta.stopped_by is not None:
                     return
     finally:
-        engine.abort(request.request_id)
+        with interrupts_later():
+            engine.abort(request.request_id)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from types import TracebackType
 
 from enginery.config.sources import registry_for
@@ -42,6 +42,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self._prompts, self.tokenizer = prompts[0], prompts[0].tokenizer
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # of the requests that have an id, as the thread knows them
+        self._aborted: set[str] = set()  # of these names
         thread = self._thread
 
         def close() -> None:
@@ -64,51 +65,70 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
         request_id: for `abort`; then what there is comes back, with that reason. Raises `RequestError` when it cannot be served.
         """
-        asked, encoded = checked_params(params), await self._encode(prompt)
+        asked = checked_params(params)
         completions: list[list[GenerationDelta]] = [[] for _ in range(asked.n)]
-        async with aclosing(self._stream(encoded, asked, request_id=request_id)) as deltas:
-            async for delta in deltas:
-                completions[delta.index].append(delta)
+        with self._named(request_id) as name:
+            encoded = await self._encode(prompt)
+            async with aclosing(self._stream(name, encoded, asked)) as deltas:
+                async for delta in deltas:
+                    completions[delta.index].append(delta)
         return generation(encoded.ids, completions)
 
     async def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Answer one prompt as `generate` does, and give its tokens as they come. Closing it ends the request."""
-        asked, encoded = checked_params(params), await self._encode(prompt)
-        async with aclosing(self._stream(encoded, asked, request_id=request_id)) as deltas:
-            async for delta in deltas:
-                yield delta
+        asked = checked_params(params)
+        with self._named(request_id) as name:
+            async with aclosing(self._stream(name, await self._encode(prompt), asked)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def embed(self, prompt: Prompt | Messages, *, normalize: bool = True) -> Embedding:
         """The hidden state of one prompt's last token; see `LLM.embed`. For many, gather many calls."""
         self._prompts.check_pooling()
-        encoded = await self._encode(prompt)
-        async with aclosing(self._stream(encoded, EMBEDDED, embed=True)) as deltas:
-            found = [delta async for delta in deltas]
+        with self._named(None) as name:
+            encoded = await self._encode(prompt)
+            async with aclosing(self._stream(name, encoded, EMBEDDED, embed=True)) as deltas:
+                found = [delta async for delta in deltas]
         return embedding(encoded.ids, found[0].embedding, normalize=normalize)
 
     def abort(self, request_id: str) -> None:
         """End a request of that id, from any thread; whoever waits for it gets what there is. Others are not touched."""
         if (name := self._names.get(request_id)) is not None:
+            self._aborted.add(name)  # should its prompt be encoded still
             self._thread.abort(name)
+
+    @contextmanager
+    def _named(self, request_id: str | None) -> Iterator[str]:
+        """What the thread calls a request. Raises `RequestError` for an id in use, `EnginError` where the engine is gone."""
+        self._thread.check()
+        if request_id in self._names:
+            raise RequestError(f"the request_id {request_id!r} is in use; choose another", param="request_id")
+        name = str(next(self._numbers))
+        if request_id is not None:
+            self._names[request_id] = name
+        try:
+            yield name
+        finally:
+            if request_id is not None:
+                del self._names[request_id]
+            self._aborted.discard(name)
 
     async def _encode(self, prompt: Prompt | Messages) -> Encoded:
         return await asyncio.to_thread(self._prompts.encode_any, prompt)  # a template may take seconds
 
     async def _stream(
-        self, encoded: Encoded, params: SamplingParams, *, request_id: str | None = None, embed: bool = False
+        self, name: str, encoded: Encoded, params: SamplingParams, *, embed: bool = False
     ) -> AsyncGenerator[GenerationDelta, None]:
-        if request_id in self._names:
-            raise RequestError(f"the request_id {request_id!r} is in use; choose another", param="request_id")
-        name, loop, inbox = str(next(self._numbers)), asyncio.get_running_loop(), asyncio.Queue[GenerationDelta | EnginError]()
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[GenerationDelta | EnginError]()
 
         def tell(told: GenerationDelta | EnginError) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, told)
 
         self._thread.submit(name, encoded, params, tell=tell, embed=embed)
-        if request_id is not None:
-            self._names[request_id] = name
+        if name in self._aborted:
+            self._thread.abort(name)
         num_open = params.n
         try:
             while num_open:
@@ -119,7 +139,5 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
                 num_open -= told.finish_reason is not None
                 yield told
         finally:
-            if request_id is not None:
-                del self._names[request_id]
             if num_open:
                 self._thread.abort(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ class EngineThread:
         self._open: dict[str, _Open] = {}
         self._ending = threading.Lock()
         self._end: str | None = None  # why nothing is taken any more
+        self._pid = os.getpid()
         started: Future[EngineFacts] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, started), name="engine", daemon=True)
         self._thread.start()
@@ -51,9 +53,15 @@ class EngineThread:
         Raises `EnginError` when the engine is gone.
         """
         with self._ending:
-            if self._end is not None:
-                raise EngineDied(f"the engine is gone: {self._end}")
+            self.check()
             self._calls.put(partial(self._submit, name, prompt, params, tell, embed=embed))
+
+    def check(self) -> None:
+        """Raises `EngineDied` when the engine is gone, and `EnginError` in a process that was forked, where there is no thread."""
+        if os.getpid() != self._pid:
+            raise EnginError("this process is a fork, and the engine its parent's; build one here, or start processes by spawn")
+        if self._end is not None:
+            raise EngineDied(f"the engine is gone: {self._end}")
 
     def abort(self, name: str) -> None:
         """End a request; its last deltas have the reason abort. One that is not open is ignored."""
@@ -78,7 +86,7 @@ class EngineThread:
                 if engine.has_work:
                     self._hand_out(requests, self._step(requests))
                 self._answer_calls(requests, wait=not engine.has_work and self._calls.empty() and not engine.prepare())
-            except Exception as error:
+            except BaseException as error:  # some plugins' libraries raise what is no Exception; nobody may wait for ever
                 _log.exception("the engine failed")
                 self._stop(f"it failed with {type(error).__name__}: {error}", requests)
         self._answer_calls(requests, wait=False)

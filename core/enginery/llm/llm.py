@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from rich.progress import Progress
@@ -18,6 +18,7 @@ from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Embedding, Generation, GenerationDelta, GrowingCompletion, embedding, generation
+from enginery.llm.interrupts import interrupts_later
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
 from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, as_batch, checked_params
@@ -45,6 +46,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._requests: OpenRequests | None = OpenRequests(self._engine, self.tokenizer)
         self._names = map(str, itertools.count())
         self._turn, self._pid = threading.RLock(), os.getpid()
+        self._is_amid, self._left = False, list[GrowingCompletion]()  # of streams that ended while it was
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
@@ -76,6 +78,7 @@ class LLM(AbstractContextManager["LLM"]):
         False; the server's API parses them. chat_template: text of another one. chat_template_kwargs: its variables, such as
         {"enable_thinking": False}. add_generation_prompt: begin the answer; None: unless an assistant's message is to be continued.
         """
+        self._live()
         prompt = self._prompts.encode_chat(
             messages,
             template=chat_template,
@@ -138,6 +141,20 @@ class LLM(AbstractContextManager["LLM"]):
             raise EnginError("this LLM is the process's that this one was forked from; build one here, or start processes by spawn")
         return self._requests
 
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """What the engine is told, whole: Ctrl-C waits, and so does the end of a stream that is collected as garbage meanwhile."""
+        with self._turn, interrupts_later():
+            was, self._is_amid = self._is_amid, True
+            try:
+                yield
+            finally:
+                while not was and self._left:
+                    ended, self._left = self._left, []
+                    if self._requests is not None:
+                        self._requests.abort(ended)
+                self._is_amid = was
+
     def _run(
         self, prompts: Sequence[Encoded], params: Sequence[SamplingParams], *, progress: bool | None, embed: bool = False
     ) -> list[list[GrowingCompletion]]:
@@ -146,7 +163,8 @@ class LLM(AbstractContextManager["LLM"]):
             requests = self._live()
             try:
                 for prompt, asked in zip(prompts, params, strict=True):
-                    growing.append(requests.submit(next(self._names), prompt, asked, embed=embed))
+                    with self._undisturbed():
+                        growing.append(requests.submit(next(self._names), prompt, asked, embed=embed))
                 left = set(itertools.chain.from_iterable(growing))
                 total = len(left)
                 shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
@@ -156,23 +174,32 @@ class LLM(AbstractContextManager["LLM"]):
                         left -= {part for part in self._step(requests) if _has_ended(part, left)}
                         bar.update(task, completed=total - len(left))
             finally:
-                requests.abort(itertools.chain.from_iterable(growing))
+                self._end(itertools.chain.from_iterable(growing))
         return growing
+
+    def _end(self, parts: Iterable[GrowingCompletion]) -> None:
+        with self._turn:
+            self._left += parts
+            if not self._is_amid:
+                with self._undisturbed():
+                    pass
 
     def _step(self, requests: OpenRequests) -> list[GrowingCompletion]:
         if not requests.engine.has_work:  # a step that failed for another caller could not tell it
             requests.engine.prepare()  # raises what ended the engine, if other ranks are gone
             raise EnginError("the request was given up when a step failed; ask again")
-        try:
-            return requests.step()
-        except BaseException as error:
-            requests.take_in(requests.engine.recover(error))  # other callers' streams end too, or it is raised here already
-            raise
+        with self._undisturbed():
+            try:
+                return requests.step()
+            except BaseException as error:
+                requests.take_in(requests.engine.recover(error))  # other callers' streams end too, or it is raised here already
+                raise
 
     def _stream(self, prompt: Encoded, params: SamplingParams) -> Iterator[GenerationDelta]:
-        with self._turn:
-            parts = self._live().submit(next(self._names), prompt, params)
+        parts: list[GrowingCompletion] = []
         try:
+            with self._undisturbed():
+                parts = self._live().submit(next(self._names), prompt, params)
             while parts:
                 with self._turn:
                     if not any(part.is_over for part in parts):  # as another caller's step may have left them
@@ -185,9 +212,7 @@ class LLM(AbstractContextManager["LLM"]):
                             parts.remove(part)
                         yield delta
         finally:
-            with self._turn:
-                if self._requests is not None:
-                    self._requests.abort(parts)
+            self._end(parts)
 
 
 def _has_ended(part: GrowingCompletion, group: set[GrowingCompletion]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from asyncio import CancelledError
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,11 +125,13 @@ def inside(offer: Offer[object], doing: str) -> Iterator[None]:
 
 @contextmanager
 def exits_as_failures() -> Iterator[None]:
-    """Run code of which some is a plugin's: SystemExit, which would end the process without a word, becomes a `RuntimeError`."""
+    """Run code of which some is a plugin's: what would end the process, SystemExit or a panic in Rust, becomes `RuntimeError`."""
     try:
         yield
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
+    except (Exception, KeyboardInterrupt, GeneratorExit, CancelledError):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
 
 
 class Observers:

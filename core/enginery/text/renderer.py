@@ -55,6 +55,9 @@ class Renderer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(_ENDS_WITHIN_S)
             raise RendererDied(f"it ended with exit code {code}", by_itself=code not in _NOT_BY_ITSELF) from None
+        except BaseException:  # Ctrl-C: what it has yet to say would be taken for the next answer
+            self.close()
+            raise
 
     def _read(self, size: int, deadline_s: float) -> bytes:
         found = bytearray()

@@ -118,23 +118,29 @@ class AnswerReader:
         if self._reasoning is not None:
             found = [*self._reasoning.feed(text), *(self._reasoning.finish() if finished else ())]
         if self._or_json and self._tools is not None:
-            self._beginning += "".join(event.text for event in found if isinstance(event, ContentText))
-            if is_json := _BEGINS_JSON.match(self._beginning):  # whose strings may quote calls
-                found, self._tools = [*self._tools.finish(), *found], None
-            self._or_json = not is_json and self._beginning.strip() in ("", "[")
+            found = self._told_from_json(self._tools, found)
         if self._tools is not None:
             found = self._with_calls(self._tools, found, finished=finished)
         return self._checked(found, finished=finished)
+
+    def _told_from_json(self, parser: OutputParser, events: list[ParserEvent]) -> list[ParserEvent]:
+        """Looks for calls no more where the content begins as JSON does: its strings may quote some."""
+        self._beginning += "".join(event.text for event in events if isinstance(event, ContentText))
+        is_json = _BEGINS_JSON.match(self._beginning) is not None
+        self._or_json = not is_json and self._beginning.strip() in ("", "[")
+        self._tools = None if is_json else parser
+        return [*parser.finish(), *events] if is_json else events
 
     def _with_calls(self, parser: OutputParser, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:
         found: list[ParserEvent] = []
         for event in events:
             found += parser.feed(event.text) if isinstance(event, ContentText) else [event]
-        last = parser.finish() if finished else []
-        is_cut = any(isinstance(event, ToolCallEnded) and not event.complete for event in last)
-        end = len(found) if is_cut else len(found) + len(last)  # content behind it is what is left of a call
-        end = 0 if finished and self._calls_only else end
-        return [event for place, event in enumerate([*found, *last]) if place < end or not isinstance(event, ContentText)]
+        if not finished:
+            return found
+        last = parser.finish()
+        if any(isinstance(event, ToolCallEnded) and not event.complete for event in last):
+            last = _without_content(last)  # which is what is left of a call
+        return _without_content([*found, *last]) if self._calls_only else [*found, *last]
 
     def _checked(self, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:
         kept: list[ParserEvent] = []
@@ -150,6 +156,10 @@ class AnswerReader:
                 break
         self.ended_in_call |= finished and self._calls_only and not self.has_called
         return kept
+
+
+def _without_content(events: Sequence[ParserEvent]) -> list[ParserEvent]:
+    return [event for event in events if not isinstance(event, ContentText)]
 
 
 def _new_call_id() -> str:

@@ -30,6 +30,13 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
 FULL = SamplingParams(seed=3, max_tokens=40, n=3, logprobs=1, prompt_logprobs=1, stop=("e",), temperature=0.8)
 
 
+def test_a_bar_of_progress_goes_to_standard_error(echo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    llm(echo).generate([[1]], GREEDY, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, "generating" in err) == ("", True)
+
+
 def put_together(deltas: Iterable[GenerationDelta], index: int = 0) -> tuple[str, tuple[int, ...], Any, Any]:
     own = [delta for delta in deltas if delta.index == index]
     assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
+from rich.console import Console
 from rich.progress import Progress
 
 from enginery.config.sources import registry_for
@@ -168,7 +169,7 @@ class LLM(AbstractContextManager["LLM"]):
                 left = set(itertools.chain.from_iterable(growing))
                 total = len(left)
                 shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
-                with Progress(disable=not shown, transient=True) as bar:
+                with Progress(console=Console(stderr=True), disable=not shown, transient=True) as bar:
                     task = bar.add_task("generating", total=total)
                     while left:
                         left -= {part for part in self._step(requests) if _has_ended(part, left)}

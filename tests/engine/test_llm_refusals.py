@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engine.test_llm import GREEDY, TINY, continued, echo, llm
 
 from enginery import LLM, SamplingParams
@@ -102,10 +104,27 @@ def test_params_of_another_kind_are_refused(echo: Path, params: Any) -> None:
         llm(echo).generate([[1]], params)
 
 
-@pytest.mark.parametrize("prompts", [b"text", [b"text"]], ids=["alone", "among others"])
-def test_bytes_are_no_token_ids(echo: Path, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="b'text'"):
-        llm(echo).generate(prompts)
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "among others"])
+@pytest.mark.parametrize("prompt", [b"text", bytearray(b"text"), memoryview(b"text")], ids=lambda prompt: type(prompt).__name__)
+def test_bytes_are_no_token_ids(echo: Path, prompt: Any, is_alone: bool) -> None:
+    with pytest.raises(RequestError, match=r"b'text'|<memory at"):
+        llm(echo).generate(prompt if is_alone else [prompt])
+
+
+@pytest.mark.parametrize("number", [np.array(5), torch.tensor(5), np.int64(5)], ids=repr)
+def test_a_number_is_no_prompt(echo: Path, number: Any) -> None:
+    model = llm(echo)
+    with pytest.raises(RequestError, match=r"5.*, but must be texts or lists of token ids"):
+        model.generate(number)
+    with pytest.raises(RequestError, match=r"5.* is neither text nor a list of token ids"):
+        model.stream(number)
+
+
+def test_a_tensor_of_one_number_is_a_prompt(echo: Path) -> None:
+    """Python takes it for a whole number, and several were one prompt."""
+    model, rows = llm(echo), torch.tensor([[50], [60]])
+    for prompts in (rows, list(rows), rows.numpy(), rows.tolist()):
+        assert [answer.prompt_token_ids for answer in model.generate(prompts, GREEDY)] == [(50,), (60,)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, SupportsIndex, TypeGuard, cast
 
@@ -94,12 +94,11 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     """Prompts as a list of texts and tuples of token ids. A single prompt is a batch of one. Raises `RequestError`."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping) or not _is_list(prompts):
         hint = _FOR_MESSAGES if isinstance(prompts, Mapping) else ""
         raise RequestError(f"prompts are {prompts!r:.80}, but must be texts or lists of token ids{hint}", param="prompt")
     batch: list[object] = list(prompts)
-    if batch and _is_whole(batch[0]):  # it is one prompt of token ids
-        batch = [batch]
+    batch = [batch] if batch and _is_whole(batch[0]) else batch  # one prompt of token ids, or several
     return [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in batch]
 
 
@@ -130,7 +129,7 @@ def _check_tools(tools: Messages, template: str | None) -> None:
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
+    ids = tuple(prompt) if _is_list(prompt) else (None,)
     if [*map(type, ids)].count(int) == len(ids):  # looking at each in Python takes ten times as long
         return ids
     if not all(map(_is_whole, ids)):
@@ -144,4 +143,11 @@ def _is_whole(value: object) -> TypeGuard[SupportsIndex]:
         operator.index(value)  # type: ignore[arg-type]  # raises for what is none
     except TypeError:
         return False
-    return not isinstance(value, bool)
+    return not isinstance(value, bool) and not _is_list(value)  # as a tensor of the shape [1] is
+
+
+def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether it has items, and is not bytes. A tensor that is one number has `__iter__` and `__len__` too, which raise."""
+    if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | memoryview):
+        return False
+    return not isinstance(value, Sized) or operator.length_hint(value, -1) >= 0

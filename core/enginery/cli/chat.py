@@ -183,19 +183,18 @@ class ServerPartner:
         try:
             with self._open("/v1/chat/completions", body) as response:
                 yield from self._pieces(response)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError, TypeError, AttributeError, http.client.HTTPException) as error:
             raise RequestError(f"{self._url} broke off: {error}") from error
 
     @staticmethod
     def _pieces(response: Iterable[bytes]) -> Iterator[str]:
-        for line in response:
-            data = line.decode().removeprefix("data:").strip()
-            if data == "[DONE]":
+        for data in (line[5:].strip() for line in response if line.startswith(b"data:")):  # others are comments, or names of events
+            if data == b"[DONE]":
                 return
-            event = json.loads(data or '{"choices": []}')
-            if "error" in event:
-                raise RequestError(str(event["error"]["message"]))
-            yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+            event = json.loads(data or b"{}")
+            if event.get("error"):
+                raise RequestError(_message(data))
+            yield from ((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
         raise ValueError("the end of the answer is missing")
 
     def _open(self, path: str, body: Mapping[str, object] | None) -> http.client.HTTPResponse:

@@ -151,7 +151,7 @@ def bench_running(asked: LoadFlags, url: str, named: str | None) -> Report:
     """Of a server that runs. named: a workload, or a model of the server's, otherwise its first."""
     from enginery.bench.serve_load import Client
 
-    client = Client(url, api_key=os.environ.get(_KEY, "").partition(" ")[0])
+    client = Client(url, api_key=next(iter(os.environ.get(_KEY, "").split()), ""))
     rows = _measure(client, loads(asked, named), asked, model=None if named in WORKLOADS else named)
     return make_report("serve", f"a server on {client.host}", rows, options=EngineOptions())
 

@@ -200,8 +200,8 @@ class ServerPartner:
     def _open(self, path: str, body: Mapping[str, object] | None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("ENGINERY_API_KEY", "").partition(" ")[0]:
-            headers["Authorization"] = f"Bearer {key}"
+        if keys := os.environ.get("ENGINERY_API_KEY", "").split():
+            headers["Authorization"] = f"Bearer {keys[0]}"
         request = urllib.request.Request(self._url + path, data=data, headers=headers)
         try:
             response: http.client.HTTPResponse = urllib.request.urlopen(request)

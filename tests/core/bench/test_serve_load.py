@@ -277,7 +277,7 @@ def bench(*arguments: object) -> Result:
 
 
 def test_the_command_measures_each_load_and_compares(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENGINERY_API_KEY", "secret")
+    monkeypatch.setenv("ENGINERY_API_KEY", " secret other")
     scripted, url = server
     flags = ("--url", f"{url}/v1/", "--requests", 20, "--input-len", "5:9", "--output-len", 3)
     before = tmp_path / "before.json"

@@ -268,7 +268,7 @@ def server():
 
 
 def test_chat_sends_the_key_of_the_environment(console, server, monkeypatch):
-    monkeypatch.setenv("ENGINERY_API_KEY", "one two")
+    monkeypatch.setenv("ENGINERY_API_KEY", " one two")
     server.bodies["/v1/chat/completions"] = (b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n', 0)
     out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
     assert (out, code) == ("yes\n", 0)

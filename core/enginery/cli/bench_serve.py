@@ -50,7 +50,7 @@ main(sys.argv[1:])
 class LoadFlags:
     """What a user may ask of the load. Each field is a flag."""
 
-    rate: Annotated[list[float] | None, option(_PANEL, "Requests per second, at random times. Repeatable.", min=0.001)] = None
+    rate: Annotated[list[float] | None, option(_PANEL, "Requests per second, at random. Repeatable.", min=0.001, max=1e5)] = None
     concurrency: Annotated[
         list[int] | None,
         option(_PANEL, "Requests at once, the next when one ends. Repeatable; 16 if no load is named.", min=1),

@@ -73,6 +73,7 @@ def test_a_flag_that_is_not_there_gets_an_answer(run, given: tuple[str, ...], wo
     [
         (("servee",), "No such command 'servee'. Did you mean 'serve'?\nengine --help"),
         (("serve", "--port", "abc"), "Invalid value for '--port'"),
+        *((("bench", "serve", "--rate", rate), "Invalid value for '--rate'") for rate in ("nan", "inf", "1e308")),
         (("serve", "--port", "99999"), "Invalid value for '--port'"),
         (("doctor", "--port", "99999"), "Invalid value for '--port'"),
         (("serve", "a", "b"), "unexpected extra argument"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import logging
 import os
@@ -70,6 +71,9 @@ app = build_app()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command of the core or of a plugin. Errors that users cause are printed without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # None: it was closed
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may lack characters that a model writes
+        sys.stdout.reconfigure(errors="replace")
     if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP's own 300,000: for long, where a thread's core is another program's just then
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:

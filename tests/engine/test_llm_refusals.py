@@ -90,9 +90,13 @@ def test_ranks_that_the_model_refuses_are_not_started(monkeypatch: pytest.Monkey
         ({"stop_token_ids": 3}, "stop_token_ids is 3, and names no token ids"),
         ({"logit_bias": [3]}, r"logit_bias is \[3\], and names no token ids"),
         ({"logit_bias": {"7": 1.0}}, r"logit_bias \(a token id\) is '7', but must be a whole number"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens is 'no', but must be True or False"),
+        ({"ignore_eos": "false"}, "ignore_eos is 'false', but must be True or False"),
+        ({"include_stop": 0}, "include_stop is 0, but must be True or False"),
+        ({"speculation": None}, "speculation is None, but must be True or False"),
     ],
 )
-def test_what_names_no_token_ids_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
+def test_a_value_of_another_kind_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said) as error:
         SamplingParams(**wrong)
     assert error.value.param == next(iter(wrong))

@@ -35,16 +35,14 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
 
-    max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several.
-    temperature: 0 is greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability; a top_p of 0 leaves the
-    likeliest token. Penalties follow OpenAI
-    (presence, frequency: subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over
-    prompt and output).
-    logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
-    prompt's tokens. seed: the same seed gives the same tokens; whatever else runs in float32 only, as in bfloat16 the sums of a
-    larger batch round otherwise, for greedy tokens too; None draws one. grammar: what the answer must be. It wins: `logit_bias`,
-    `min_tokens` and `ignore_eos` choose among what it allows, and where that is nothing but the end, the answer has ended.
-    speculation: whether its next tokens may be guessed by the engine's drafter; they are the same either way.
+    max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several. temperature: 0 is
+    greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability; a top_p of 0 leaves the likeliest token.
+    Penalties follow OpenAI (presence, frequency: subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858
+    (repetition: over prompt and output). logprobs: how many alternatives to report beside each sampled token; None reports nothing.
+    prompt_logprobs: the same for the prompt's tokens. seed: the same seed gives the same tokens; whatever else runs in float32
+    only, as in bfloat16 the sums of a larger batch round otherwise, for greedy tokens too; None draws one. grammar: what the answer
+    must be. It wins: `logit_bias`, `min_tokens` and `ignore_eos` choose among what it allows, and where that is nothing but the
+    end, the answer has ended. speculation: whether its next tokens may be guessed by the engine's drafter; they stay the same.
     """
 
     max_tokens: int = 128
@@ -88,8 +86,9 @@ class SamplingParams:
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(f"grammar is {self.grammar!r}, but must be a Grammar", param="grammar")
-        if not isinstance(self.speculation, bool):
-            raise RequestError(f"speculation is {self.speculation!r}, but must be True or False", param="speculation")
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "speculation"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {value!r}, but must be True or False", param=name)
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
 

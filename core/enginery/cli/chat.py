@@ -194,7 +194,7 @@ class ServerPartner:
             event = json.loads(data or b"{}")
             if event.get("error"):
                 raise RequestError(_message(data))
-            yield from ((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
+            yield from map(_text, event.get("choices") or ())
         raise ValueError("the end of the answer is missing")
 
     def _open(self, path: str, body: Mapping[str, object] | None) -> http.client.HTTPResponse:
@@ -213,6 +213,10 @@ class ServerPartner:
         except (OSError, ValueError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise EnginError(f"{self._url} cannot be reached: {why}; is engine serve running there?") from error
+
+
+def _text(choice: Mapping[str, Mapping[str, str | None] | None]) -> str:
+    return (choice.get("delta") or {}).get("content") or ""
 
 
 def _message(body: bytes) -> str:

@@ -71,9 +71,7 @@ app = build_app()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command of the core or of a plugin. Errors that users cause are printed without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # None: it was closed
-    if isinstance(sys.stdout, io.TextIOWrapper):  # which may lack characters that a model writes
-        sys.stdout.reconfigure(errors="replace")
+    _prepare_streams()
     if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP's own 300,000: for long, where a thread's core is another program's just then
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
@@ -94,6 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes once more as it ends
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_streams() -> None:
+    """Standard input that was closed is empty, and characters that the encoding of standard output lacks are replaced."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _whole_app(given: Sequence[str]) -> typer.Typer:

@@ -146,7 +146,7 @@ def _is_whole(value: object) -> TypeGuard[SupportsIndex]:
     return not isinstance(value, bool) and not _is_list(value)  # as a tensor of the shape [1] is
 
 
-def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
+def _is_list(value: object) -> TypeGuard[Iterable[object]]:
     """Whether it has items, and is not bytes. A tensor that is one number has `__iter__` and `__len__` too, which raise."""
     if not isinstance(value, Iterable) or isinstance(value, bytes | bytearray | memoryview):
         return False

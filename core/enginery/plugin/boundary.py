@@ -7,13 +7,14 @@ import logging
 import math
 from asyncio import CancelledError
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import BoundArguments, getattr_static, isfunction, signature
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
+from enginery.contracts.grammars import Grammar
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
@@ -22,6 +23,7 @@ from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
 
 ToldT = TypeVar("ToldT")
+P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 
 
@@ -43,13 +45,28 @@ def guarded_policy(offer: Offer[SchedulePolicySpec]) -> SchedulePolicySpec:
 
 
 def guarded_parser(offer: Offer[ParserSpec]) -> ParserSpec:
-    spec = offer.spec
+    """The parser, whose failures, and what it returns that it must not, name the plugin."""
 
-    def is_inside(prompt: str) -> bool:
-        with inside(offer, "tell where a prompt ends"):
-            return spec.is_inside is not None and spec.is_inside(prompt)
+    def guarded(run: Callable[P, ToldT], doing: str, then: Callable[[ToldT], ToldT] = lambda told: told) -> Callable[P, ToldT]:
+        def call(*given: P.args, **named: P.kwargs) -> ToldT:
+            with inside(offer, doing):
+                return then(run(*given, **named))
 
-    return replace(spec, make=lambda setup: _GuardedParser(offer, setup), is_inside=None if spec.is_inside is None else is_inside)
+        return call
+
+    def grammar(told: Grammar | None) -> Grammar | None:
+        return told and check_is(offer, told, Grammar, by="force")
+
+    spec, forces = offer.spec, "make a grammar of calls"
+    return replace(
+        spec,
+        make=lambda setup: _GuardedParser(offer, setup),
+        is_inside=spec.is_inside and guarded(spec.is_inside, "tell where a prompt ends"),
+        force=spec.force and guarded(spec.force, forces, grammar),
+        force_or_json=spec.force_or_json
+        and guarded(spec.force_or_json, forces, lambda force: force and guarded(force, forces, grammar)),
+        tell=spec.tell and guarded(spec.tell, "write a conversation"),
+    )
 
 
 class _GuardedParser:
@@ -60,11 +77,19 @@ class _GuardedParser:
 
     def feed(self, text: str) -> list[ParserEvent]:
         with inside(self._offer, "read an answer"):
-            return self._parser.feed(text)
+            return self._events(self._parser.feed(text))
 
     def finish(self) -> list[ParserEvent]:
         with inside(self._offer, "read an answer"):
-            return self._parser.finish()
+            return self._events(self._parser.finish())
+
+    def _events(self, told: Iterable[object]) -> list[ParserEvent]:
+        events: list[ParserEvent] = []
+        for event in told:
+            if not isinstance(event, ParserEvent):
+                raise PluginError(f"{self._offer.source} read {event!r:.100} in an answer, which is no event of a parser")
+            events.append(event)
+        return events
 
 
 def siblings_of(offer: Offer[DrafterSpec], options: object) -> int:

@@ -22,6 +22,11 @@ from enginery.plugin.options import options_problems, options_type
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _KNOWN: Final = {"devices": ("cpu", "cuda"), "dtypes": _DTYPES, "kv_dtypes": (*_DTYPES, "float8_e4m3fn")}
+_TYPES: Final = {
+    "priority": (int, "a whole number"),
+    **dict.fromkeys(("prefill_priority", "single_priority"), (int | None, "a whole number")),
+    **dict.fromkeys(("summary", "note"), (str, "text")),
+}
 _FUNCTIONS: Final = frozenset(
     {"build", "describe", "features", "key", "launch", "listen", "load", "make", "reads", "refuse", "refuse_also", "suits"}
 )
@@ -100,7 +105,7 @@ def _own_problems(spec: Descriptor) -> list[str]:
 
 
 def _names_problems(field: str, names: object) -> list[str]:
-    is_tuple = isinstance(names, tuple | list) and len(names) > 0
+    is_tuple = isinstance(names, tuple | list) and len(names) > 0 and all(isinstance(name, str) for name in names)
     return [] if is_tuple else [f"{field} is {names!r}, but must be a tuple of at least one name"]
 
 
@@ -142,10 +147,9 @@ def _type_problems(given: Mapping[str, object]) -> list[str]:
     """What is wrong with fields that have the same type in all descriptors."""
     problems = []
     for name, value in given.items():
-        if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
-            problems.append(f"{name} is {value!r}, but must be a whole number")
-        if name in ("summary", "note") and not isinstance(value, str):
-            problems.append(f"{name} is {value!r}, but must be text")
+        kinds, what = _TYPES.get(name, (object, ""))
+        if not isinstance(value, kinds) or (what == "a whole number" and isinstance(value, bool)):
+            problems.append(f"{name} is {value!r}, but must be {what}")
         if name in _FUNCTIONS and value is not None and not callable(value):
             problems.append(f"{name} is {value!r}, but must be a function")
     return problems
@@ -156,7 +160,8 @@ def _capability_problems(capabilities: object) -> list[str]:
         return [f"capabilities is {capabilities!r}, which is no Capabilities"]
     sets = ("devices", "dtypes", "kv_dtypes", "phases", "head_dims", "page_sizes")
     values = {name: vars(capabilities)[name] for name in sets}
-    wrong = {name: value for name, value in values.items() if not isinstance(value, frozenset | None)}
+    kinds = {**dict.fromkeys(sets, frozenset | None), **dict.fromkeys(_KNOWN, frozenset)}
+    wrong = {name: value for name, value in values.items() if not isinstance(value, kinds[name])}
     problems = [f"capabilities.{name} is {value!r}, but must be a frozenset" for name, value in wrong.items()]
     return problems or [
         f"capabilities.{name} is {sorted(map(str, values[name]))}, of which the engine knows none; it knows {', '.join(known)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from enginery.api import ParserFacts, ParserSetup, ParserSpec, PluginError
+from enginery.api import Grammar, GrammarKind, ParserFacts, ParserSetup, ParserSpec, PluginError
 from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import choose_parser
@@ -96,6 +96,46 @@ def register_parsers():
     is_inside = lambda prompt: 1 / 0
     return [ParserSpec(name="x", api=(2, 0), kind="reasoning", summary="", suits=suits, make=Parser, is_inside=is_inside)]
 """
+
+
+WRONG = """
+from enginery.api import ContentText, ParserSpec, hookimpl
+
+class Parser:
+    def __init__(self, setup):
+        pass
+    def feed(self, text):
+        yield ContentText(text)
+        1 / 0
+    def finish(self):
+        return "text"
+
+def fail(*given, **named):
+    1 / 0
+
+@hookimpl
+def register_parsers():
+    suits = lambda facts: True
+    forces = {"force": lambda *given, **named: "a grammar", "force_or_json": lambda grammar: fail, "tell": fail}
+    return [ParserSpec(name="x", api=(2, 2), kind="tools", summary="", suits=suits, make=Parser, **forces)]
+"""
+
+
+def test_all_else_that_a_parser_does_wrong_is_its_plugin_s_too(site) -> None:
+    site.install("p-x", WRONG)
+    spec = guarded_parser(Registry.load().offers(ParserSpec)[0])
+    parser = spec.make(ParserSetup(new_id=str))
+    both = spec.force_or_json(Grammar(kind=GrammarKind.JSON_OBJECT))
+    fails = {
+        r"could not read an answer: ZeroDivisionError": lambda: parser.feed("x"),
+        r"read 't' in an answer, which is no event of a parser": parser.finish,
+        r"force returned 'a grammar', which is no Grammar": lambda: spec.force((), None, parallel=True, required=True),
+        r"could not make a grammar of calls: ZeroDivisionError": lambda: both((), None, parallel=True, required=False),
+        r"could not write a conversation: ZeroDivisionError": lambda: spec.tell("", (), ()),
+    }
+    for said, call in fails.items():
+        with pytest.raises(PluginError, match=rf"plugin p-x \(p-x==1\.0\):? {said}"):
+            call()
 
 
 def test_a_parser_that_fails_is_named_with_its_plugin(site) -> None:

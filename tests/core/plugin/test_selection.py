@@ -241,10 +241,11 @@ def test_an_operation_that_does_not_exist_is_refused(site) -> None:
     assert "it provides 'rms_nrm', which is no operation; did you mean rms_norm" in record.reason
 
 
-def test_a_text_is_no_tuple_of_operations(site) -> None:
-    site.install("m", MODELS.replace('("rms_norm",)', '"rms_norm"'))
+@pytest.mark.parametrize("wrong", ["'rms_norm'", "(1, 2)", "(['rms_norm'],)"])
+def test_what_is_no_tuple_of_names_provides_no_operations(site, wrong: str) -> None:
+    site.install("m", MODELS.replace('("rms_norm",)', wrong))
     (record,) = (record for record in Registry.load().records if record.name == "m")
-    assert record.reason.endswith("provides is 'rms_norm', but must be a tuple of at least one name")
+    assert record.reason.endswith(f"provides is {wrong}, but must be a tuple of at least one name")
 
 
 def test_schedule_policies_are_found_by_name_and_auto_is_first_come_first_served(site) -> None:

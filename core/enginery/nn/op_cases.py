@@ -21,6 +21,7 @@ from enginery.nn.stored import check_widens
 
 OpFn = Callable[..., Any]  # Any: every operation has arguments and results of its own
 Results = Mapping[str, torch.Tensor]
+Cuts = tuple[float, float, float, float]  # temperature, top_k, top_p and min_p of a row
 _SEED: Final = 20_18
 
 
@@ -59,6 +60,10 @@ class Inputs:
         scales = (self.rand(*shape[:-2], *blocks) + 0.5) * shape[-1] ** -0.5
         return StoredWeight(scheme=scheme, values=values.to(self.device), scales=scales.to(self.device))
 
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy without about half of the tokens of each row, as by grammars."""
+        return logits.masked_fill((self.rand(*logits.shape) < 0.5).to(logits.device), -math.inf)
+
     def some_of(self, count: int, num: int) -> torch.Tensor:
         """`num` different whole numbers below `count`: int64."""
         return torch.randperm(count, generator=self._generator)[:num].to(self.device)
@@ -87,14 +92,17 @@ class OpCase:
 
 
 def _embed(op: OpFn, given: Inputs, *, rows: int, size: int, num_ids: int) -> Results:
-    return {"returned": op(given.randn(rows, size), given.some_of(rows, num_ids))}
+    """The first half of the ids comes again."""
+    ids = given.some_of(rows, num_ids)
+    return {"returned": op(given.randn(rows, size), torch.cat((ids, ids[: num_ids // 2])))}
 
 
 def _bind_linear(
     op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int], bias: bool, scheme: Scheme | None = None
 ) -> Results:
-    linear = op(given.weight(scheme, sizes[1], sizes[0]), given.randn(sizes[1]) if bias else None)
-    results = _products(linear, given, rows=rows, size=sizes[0])
+    """The first of two that are bound, then the second."""
+    linear, other = (op(given.weight(scheme, sizes[1], sizes[0]), given.randn(sizes[1]) if bias else None) for _ in range(2))
+    results = _products(linear, given, rows=rows, size=sizes[0]) | {"other": other(given.randn(rows, sizes[0]))}
     if sizes[1] % 2:
         return results
     gated = linear.with_gate(gated_silu) if isinstance(linear, GatableLinear) else lambda x: gated_silu(linear(x))
@@ -192,44 +200,54 @@ def _bind_experts(
 ) -> Results:
     (outer, inner), bias = sizes, activation.kind == "clamped_swiglu"  # as gpt-oss has them
     shape = ExpertsShape(names=ExpertNames(), count=experts, inner=inner, hidden=outer, bias=bias, activation=activation)
-    gate_up, down = given.weight(scheme, experts, 2 * inner, outer), given.weight(scheme, experts, outer, inner)
     ids = given.rand(rows, experts).argsort(dim=-1)[:, :top_k].to(given.device, torch.int32)
     routed = Routed(ids, given.rand(rows, top_k).to(given.device))
-    biases = ExpertBiases(given.randn(experts, 2 * inner), given.randn(experts, outer)) if bias else None
-    return {"sum": op(gate_up, down, shape, biases)(given.randn(rows, outer), routed)}
+    bound = {}
+    for name in ("sum", "other"):  # the first of two that are bound, then the second
+        gate_up, down = given.weight(scheme, experts, 2 * inner, outer), given.weight(scheme, experts, outer, inner)
+        biases = ExpertBiases(given.randn(experts, 2 * inner), given.randn(experts, outer)) if bias else None
+        bound[name] = op(gate_up, down, shape, biases)
+    return {name: each(given.randn(rows, outer), routed) for name, each in bound.items()}
 
 
-def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    return {"ids": op(given.randn(rows, size))}
+def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int, tied: bool = False) -> Results:
+    """tied: many are the largest, of which the first is to be taken, and none is above 0; every other one is masked."""
+    logits = given.randn(rows, size + 8)
+    return {"ids": op((given.masked(logits.clamp(max=-1.0)) if tied else logits)[:, 8:])}
 
 
-def _sample_rows(op: OpFn, given: Inputs, *, rows: int, size: int, cuts: tuple[float, float, float, float]) -> Results:
+def _sample_rows(op: OpFn, given: Inputs, *, rows: int, size: int, cuts: Cuts) -> Results:
     """One row repeated, drawn from in the middle of the kept tokens' shares, so that rounding moves no draw to another token."""
     logits = given.randn(1, size, scale=2.0)
-    temperature, top_k, top_p, min_p = cuts
-    shares = _shares(logits[0].double().cpu(), temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p)
-    middle = (shares.cumsum(0) - shares / 2)[(shares > 1e-3).nonzero().squeeze(1)]
-    uniform = middle.repeat(rows)[:rows]
-    columns = [torch.full((rows,), value) for value in (temperature, top_k, top_p, min_p)]
-    table = torch.stack([*columns, uniform.float()]).to(given.device)
-    cut = bool(top_k) or top_p < 1 or min_p > 0
-    draws = SamplingTensors(table=table, most_kept=int(top_k) or size, cut=cut)
-    return {"ids": op(logits.expand(rows, -1).contiguous(), draws)}
+    return _sampled(op, given, logits.expand(rows, -1).contiguous(), [cuts] * rows, _middles(logits[0], cuts).repeat(rows)[:rows])
 
 
-def _shares(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """What each token is drawn with, by a sort in float64: [V]."""
-    if temperature <= 0:
-        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).double()
-    values, order = (logits / temperature).sort(descending=True, stable=True)
+def _sample_mixed(op: OpFn, given: Inputs, *, size: int, mixed: str) -> Results:
+    """No two rows have the same logits, about half of which are masked, or are sampled alike."""
+    rows = _MIXED[mixed]
+    logits = given.masked(given.randn(len(rows), size, scale=2.0))
+    return _sampled(op, given, logits, rows, torch.stack([each[len(each) * 2 // 3] for each in map(_middles, logits, rows)]))
+
+
+def _sampled(op: OpFn, given: Inputs, logits: torch.Tensor, rows: Sequence[Cuts], uniform: torch.Tensor) -> Results:
+    table = torch.cat((torch.tensor(rows).T, uniform[None]))
+    kept = int(table[1].max()) if bool(table[1].all()) else logits.shape[1]
+    cut = bool((table[1:4] != torch.tensor(_CUTS[0])[1:, None]).any())
+    return {"ids": op(logits, SamplingTensors(table=table.to(given.device), most_kept=kept, cut=cut))}
+
+
+def _middles(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """Where to draw each token that is kept with no tiny share, by a sort in float64, on the host."""
+    temperature, top_k, top_p, min_p = cuts if cuts[0] > 0 else (1.0, 1, 1.0, 0.0)
+    values, order = (logits.double().cpu() / temperature).sort(descending=True, stable=True)
     weights = values.softmax(-1)
     if top_k:
-        weights[top_k:] = 0
+        weights[int(top_k) :] = 0
         weights /= weights.sum()
     dropped = (weights.cumsum(-1) - weights >= top_p) | (weights < weights[0] * min_p)
     dropped[0] = False
     kept = torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
-    return kept / kept.sum()
+    return ((kept.cumsum(0) - kept / 2) / kept.sum())[kept > 1e-3].float()
 
 
 def _cases(call: Callable[..., Results], names: str, *rows: Sequence[object]) -> tuple[OpCase, ...]:
@@ -253,7 +271,7 @@ _ROUTINGS: Final = (
     Routing(top_k=3, scoring="sigmoid", num_groups=4, top_groups=2, group_score="top2", renormalise=True),
     Routing(top_k=3, num_groups=4, top_groups=2, scale=16.0),
 )
-_CUTS: Final = (
+_CUTS: Final[tuple[Cuts, ...]] = (
     (1.0, 0, 1.0, 0.0),
     (0.6, 0, 1.0, 0.0),
     (1.0, 5, 1.0, 0.0),
@@ -261,6 +279,11 @@ _CUTS: Final = (
     (1.5, 20, 0.9, 0.1),
     (0.0, 0, 0.9, 0.0),
 )
+_MIXED: Final[Mapping[str, tuple[Cuts, ...]]] = {
+    "temperatures": tuple((temperature, 0, 1.0, 0.0) for temperature in (0.5, 1.0, 0.0, 2.0)),
+    "top_k": ((1.0, 2, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (2.0, 9, 0.9, 0.02)),
+    "cuts": ((0.5, 3, 0.4, 0.3), (0.0, 0, 0.9, 0.0), *_CUTS[:-1]),
+}
 
 # The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
 OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
@@ -330,8 +353,10 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         "rows experts sizes top_k activation",
         *((9, 4, (32, 16), 2, Activation(kind="gelu_tanh")), (9, 4, (32, 16), 2, Activation(kind="clamped_swiglu"))),
     ),
-    "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10)),
-    "sample_rows": _cases(_sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in _CUTS)),
+    "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))
+    + _cases(_greedy, "rows size tied", (3, 64, True), (2, 10001, True)),
+    "sample_rows": _cases(_sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in _CUTS))
+    + _cases(_sample_mixed, "size mixed", *((size, mixed) for size in (64, 4200) for mixed in _MIXED)),
 }
 
 

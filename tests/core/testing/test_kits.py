@@ -213,6 +213,52 @@ class UnaddingRouter:
         return reference_ops.rms_norm(x, weight, eps)
 
 
+def bound_together(bind: Callable[..., Callable[..., torch.Tensor]]) -> Callable[..., Callable[..., torch.Tensor]]:
+    """What is bound last answers for all."""
+    last: list[Callable[..., torch.Tensor]] = []
+
+    def bind_again(*given: object) -> Callable[..., torch.Tensor]:
+        last[:] = [bind(*given)]
+        return lambda *inputs: last[0](*inputs)
+
+    return functools.wraps(bind)(bind_again)
+
+
+def sampled_as(row: int, *columns: int) -> Callable[..., torch.Tensor]:
+    """All rows with these parameters of one."""
+
+    def sample_rows(logits, draws):
+        table = draws.table.clone()
+        table[list(columns)] = table[list(columns), row][:, None]
+        return reference_ops.sample_rows(logits, dataclasses.replace(draws, table=table))
+
+    return sample_rows
+
+
+def embed_each_once(table, ids):
+    rows = torch.zeros_like(table).index_put((ids,), table[ids] / ids.bincount(minlength=len(table))[ids, None])
+    return rows[ids]
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "said"),
+    [
+        *(("sample_rows", sampled_as(row, column), "mixed ") for row in (0, -1) for column in range(4)),
+        ("sample_rows", lambda logits, draws: reference_ops.sample_rows(logits[:1].expand_as(logits), draws), "mixed "),
+        ("greedy", lambda logits: logits.shape[1] - 1 - logits.flip(1).argmax(1), "tied True"),
+        ("greedy", lambda logits: logits.nan_to_num(neginf=0).argmax(1), "tied True"),
+        ("greedy", lambda logits: logits.as_strided(logits.shape, (logits.shape[1], 1)).argmax(1), "rows 2, size 64"),
+        ("embed", embed_each_once, "num_ids 3"),
+        ("bind_linear", bound_together(reference_ops.bind_linear), "sizes 32x48"),
+        ("bind_experts", bound_together(reference_ops.bind_experts), "experts 4"),
+    ],
+)
+def test_an_operation_that_mixes_up_rows_or_weights_is_caught(op: str, function, said: str) -> None:
+    failed = [row.case for row in tried(**{op: function}).rows if row.outcome == "failed"]
+    assert any(said in case for case in failed), failed
+    assert op != "sample_rows" or all(said in case for case in failed)
+
+
 @pytest.mark.parametrize(
     ("op", "function", "fault"),
     [

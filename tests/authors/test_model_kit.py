@@ -61,6 +61,26 @@ def test_a_family_that_reads_a_number_wrongly_is_not_at_parity(folder: Path, mon
     assert "is wrong from token 1 on" in report.rows[0].message
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 32), (128, 256)])
+def test_a_family_that_embeds_a_part_of_the_vocabulary_wrongly_is_not_at_parity(
+    folder: Path, first: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Decoder.forward
+
+    def one_off(self, batch, *rest):
+        batch.input_ids.sub_(((batch.input_ids > first) & (batch.input_ids < last)).int())
+        return forward(self, batch, *rest)
+
+    monkeypatch.setattr(Decoder, "forward", one_off)
+    assert outcomes(tried(folder, only="transformers float32")) == {"parity": "failed"}
+
+
+def test_prompts_have_no_token_that_config_json_has_a_use_for(tmp_path: Path) -> None:
+    named = {"eos_token_id": [5, 6], "bos_token_id": None, "vision_config": {"image_token_index": 7}, "image_token_id": 8}
+    subject = ModelSubject(folder=write_tiny_checkpoint(tmp_path, {**TINY_CONFIG, "vocab_size": 12, **named}))
+    assert {token for prompt in subject.prompts for token in prompt} == {0, 1, 2, 3, 4, 9, 10, 11}
+
+
 def test_a_model_whose_numbers_depend_on_the_batch_is_caught_by_chunks_and_batches(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,11 +50,13 @@ class ModelSubject:
 
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
-        """One of each length, and one longer than a short window, of tokens in the middle of the vocabulary: not special ones."""
+        """One of each length, and one longer than a short window, of any tokens but those that config.json has a use for."""
         chosen, most = random.Random(0), int(self.config["vocab_size"])
         window = int(self.config.get("sliding_window") or 0)
         lengths = (*_LENGTHS, window + _BEHIND) if _LENGTHS[-1] - _BEHIND < window <= _LONGEST_WINDOW else _LENGTHS
-        return [[chosen.randrange(most // 8, most // 2) for _ in range(length)] for length in lengths]
+        special = re.findall(r"\d+", " ".join(re.findall(r"token_(?:id|index)s?': \[?([\d, ]+)", str(self.config))))
+        usual = sorted({*range(most)} - {*map(int, special)})
+        return [chosen.choices(usual, k=length) for length in lengths]
 
     def open(self, **changes: object) -> LLM:
         """An engine over the checkpoint, eager, in float32, without a prefix cache, but for what is asked for."""

@@ -12,6 +12,7 @@ import torch
 from enginery.attention.axes import token_fields
 from enginery.attention.relay import MIXED_GRAPHS
 from enginery.attention.watch import digest
+from enginery.contracts.attention import GlobalLayerId, LocalLayerId
 from enginery.contracts.batch import FULL, ForwardBatch, Phase
 from enginery.contracts.plan import Accepted, ForwardPlan
 from enginery.errors import StalePlan, Unsupported
@@ -49,16 +50,17 @@ def plan_value(subject: Subject, case: AttnCase) -> None:
 
 @rule(usual_cases, "Return all that attend needs in the plan, and keep nothing of a batch on the backend.")
 def plan_a_plan_b_run_a(subject: Subject, case: AttnCase) -> None:
-    """Two batches may be planned before either runs; each keeps its own plan."""
+    """Two batches may be planned before either runs; each keeps its own plan, for all layers."""
     bench = Workbench(subject, case)
+    usual = bench.layer
     for phase, first in bench.steps():
         turns = [first, bench.turns([(cached + 2, new) for _, cached, new in first])]
         batches = [bench.relay.plan(bench.batch(each, phase)) for each in turns]
         for index in (0, 1) if case.facts.recurrent is not None else (0, 1, 0):  # a state moves on with every run
-            expected, what = (
-                [bench.expected(turn) for turn in turns[index]],
-                f"{phase}, batch {'AB'[index]} after both were planned",
-            )
+            bench.layer = dataclasses.replace(usual, global_id=GlobalLayerId(8), local_id=LocalLayerId(2))
+            bench.attend(batches[index], turns[index])
+            bench.layer, expected = usual, [bench.expected(turn) for turn in turns[index]]
+            what = f"{phase}, batch {'AB'[index]} after both were planned, in another layer than first"
             compare(bench.attend(batches[index], turns[index]), expected, dtype=case.dtype, leeway=case.leeway, what=what)
 
 

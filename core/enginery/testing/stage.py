@@ -1,6 +1,6 @@
-"""Memory and requests of a stage of two layers: pools full of noise, requests all over them, batches, and what is to come out.
+"""Memory and requests of a stage of three layers: pools full of noise, requests all over them, batches, and what is to come out.
 
-    layers    [ 0: of the other kind | 1: the case's ]       global ids are not local ids, and no layer may be taken for another
+    layers    [ 0: of the other kind | 1, 2: the case's ]    global ids are not local ids, and no layer may be taken for another
     pages     [ noise | request 0, in a row | noise | request 1 | noise | request 1 | ... | scratch ]
 
 T tokens, H query heads, K KV heads, HV value heads, V value dim, L tokens of a request.
@@ -8,6 +8,7 @@ T tokens, H query heads, K KV heads, HV value heads, V value dim, L tokens of a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -67,7 +68,7 @@ class Stage:
     def __init__(self, case: AttnCase, device: torch.device, *, num_tokens: int) -> None:
         self.case, self.device, self.dtype = case, device, TORCH_DTYPES[case.dtype]
         num_pages = -(-num_tokens // case.page_size) + 40
-        layers = (_RECURRENT if case.facts.recurrent is None else _SOFTMAX, case.facts)
+        layers = (_RECURRENT if case.facts.recurrent is None else _SOFTMAX, case.facts, case.facts)
         self.geometry = KVGeometry(
             pages={FULL: num_pages, STATE: _NUM_STATES},
             page_size=case.page_size,
@@ -199,11 +200,12 @@ class Stage:
         return batch
 
     def inputs(self, turns: Sequence[Turn], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """q, k, v of a batch, or mixed and gates; rows past those of the requests hold ones."""
-        wholes = tuple(
-            torch.ones(num_tokens, *shape, dtype=self.dtype, device=self.device)
-            for shape in _row_shapes(self.case.facts, self.dims[0])
-        )
+        """q, k, v of a batch, parts of one projection but for MLA's, or mixed and gates; rows past the requests' hold ones."""
+        facts, shapes = self.case.facts, _row_shapes(self.case.facts, self.dims[0])
+        merged, sizes = facts.recurrent is None and facts.latent is None, [math.prod(shape) for shape in shapes]
+        ones = torch.split(torch.ones(num_tokens, sum(sizes), dtype=self.dtype, device=self.device), sizes, 1)
+        parts = ones if merged else [part.contiguous() for part in ones]
+        wholes = tuple(part.view(num_tokens, *shape) for part, shape in zip(parts, shapes, strict=True))
         row = 0
         for tokens, cached, new in turns:
             for whole, part in zip(wholes, tokens.rows, strict=True):

@@ -549,6 +549,23 @@ class KeepsThePlan(GoodBackend):
         return self.plan
 
 
+@breaks("plan-a-plan-b-run-a")
+class GathersKeysOncePerPlan(GoodBackend):
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        self.first = {}
+
+    def attend(self, q, k, v, layer, batch, plan, out) -> None:
+        first = self.first.setdefault(plan, layer.local_id)
+        super().attend(q, k, v, dataclasses.replace(layer, local_id=first), batch, plan, out)
+
+
+@breaks("numbers")
+class TakesRowsWithoutGaps(GoodBackend):
+    def attend(self, q, k, v, layer, batch, plan, out) -> None:
+        super().attend(q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1)), k, v, layer, batch, plan, out)
+
+
 @breaks("plan-value")
 class WritesToTheBatch(GoodBackend):
     @hookimpl

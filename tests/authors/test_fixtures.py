@@ -50,5 +50,6 @@ PARSERS = [offer.spec for offer in Registry.load().offers(ParserSpec)]
 def test_the_plugins_parsers_keep_the_rules(spec) -> None:
     suite = type("Suite", (ParserSuite,), {"parser": spec, "texts": ("<think>why</think>so", "no <b tags", "</think>", "<think")})()
     suite.test_any_cut_gives_the_same_events()
+    suite.test_answers_that_are_read_by_turns_do_not_mix()
     suite.test_what_is_not_of_the_format_is_content() if spec.kind == "tools" else None
     suite.test_nothing_is_raised_whatever_the_text()

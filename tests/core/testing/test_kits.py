@@ -25,7 +25,7 @@ from enginery.testing.advice import common_cause
 from enginery.testing.conformance import RULES, Check, Report, run_conformance
 from enginery.testing.kits.checks import KitCheck, KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
-from enginery.testing.kits.parsers import check_cuts, check_order, check_plain, parsed
+from enginery.testing.kits.parsers import ParserSuite, check_apart, check_cuts, check_order, check_plain, parsed
 from enginery.testing.rules import BrokenRule, Rule, compare
 from enginery.testing.subject import Subject
 
@@ -323,6 +323,36 @@ class Unended(Dropping):
         return [ToolCallBegun(0, "id", "tool")]
 
 
+class Shared(Dropping):
+    """Parsers that share what they hold back."""
+
+    held = ""
+
+    def __init__(self, setup: ParserSetup) -> None:
+        Shared.held = ""
+
+    def feed(self, text: str) -> list[ContentText]:
+        Shared.held += text
+        return []
+
+    def finish(self) -> list[ContentText]:
+        return [ContentText(self.held)]
+
+
+class ByPieceInside(Dropping):
+    """A parser that looks for its tag in each piece alone where the prompt ends within reasoning."""
+
+    def __init__(self, setup: ParserSetup) -> None:
+        self.inside, self.text = setup.inside, ""
+
+    def feed(self, text: str) -> list[ContentText]:
+        self.text += text.replace("<t>", "") if self.inside else text
+        return []
+
+    def finish(self) -> list[ContentText]:
+        return [ContentText(self.text.replace("</t>", ""))]
+
+
 def parser_of(make: type) -> ParserSpec:
     return ParserSpec(name="x", api=(2, 0), kind="tools", summary="", suits=lambda facts: False, make=make)
 
@@ -338,3 +368,18 @@ def test_a_parser_that_breaks_a_rule_is_caught_by_it() -> None:
         check_order([ToolCallBegun(0, "id", "another")], tools=[Tool(name="tool")])
     with pytest.raises(BrokenRule, match="not what it says"):
         check_order([ToolCallBegun(0, "id", "t"), ArgumentsText(0, "{"), ToolCallEnded(0, True)], tools=[Tool(name="t")])
+    calls = [event for index in (0, 1) for event in (ToolCallBegun(index, "id", "t"), ToolCallEnded(index, False))]
+    with pytest.raises(BrokenRule, match=r"index=1.* is out of place"):
+        check_order(calls, tools=[Tool(name="t")])
+    with pytest.raises(BrokenRule, match="by turns"):
+        check_apart(parser_of(Shared), "one", "other")
+    with pytest.raises(BrokenRule, match="cut as"):
+        suite_of(ByPieceInside, "a <t> b").test_any_cut_gives_the_same_events()
+    with pytest.raises(BrokenRule, match="by turns"):
+        suite_of(Shared, "one").test_answers_that_are_read_by_turns_do_not_mix()
+
+
+def suite_of(make: type, *texts: str) -> ParserSuite:
+    """Of a parser of reasoning."""
+    spec = dataclasses.replace(parser_of(make), kind="reasoning", is_inside=lambda prompt: True)
+    return type("Suite", (ParserSuite,), {"parser": spec, "texts": texts})()

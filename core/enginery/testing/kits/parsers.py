@@ -73,8 +73,16 @@ def check_cuts(spec: ParserSpec, text: str, *, tools: Sequence[Tool] = (), insid
             raise BrokenRule(f"{text!r} cut as {pieces!r} gives {events}, and whole it gives {whole}")
 
 
+def check_apart(spec: ParserSpec, text: str, other: str, *, tools: Sequence[Tool] = ()) -> None:
+    """Raises `BrokenRule` if a text gives other events where another is read by turns with it, by a parser of its own."""
+    beside, turns = spec.make(ParserSetup(tools=tools)), itertools.zip_longest(text, other, fillvalue="")
+    events = parsed(spec, (piece for piece, more in turns if beside.feed(more) is not None), tools=tools)
+    if events != (alone := parsed(spec, [text], tools=tools)):
+        raise BrokenRule(f"{text!r} read by turns with {other!r} gives {events}, and alone it gives {alone}")
+
+
 def check_order(events: Sequence[ParserEvent], *, tools: Sequence[Tool] = ()) -> None:
-    """Raises `BrokenRule` unless calls are begun, filled and ended in order, name tools, and complete ones are JSON objects."""
+    """Raises `BrokenRule` unless calls are begun, filled, ended in order, name tools, differ in ids; complete ones are objects."""
     order = _Order(frozenset(tool.name for tool in tools))
     for event in events:
         if not order.fits(event):
@@ -90,13 +98,15 @@ class _Order:
         self._names = names
         self._num_calls = 0
         self._arguments = ""
+        self._ids: set[str] = set()
         self.open_call: int | None = None
 
     def fits(self, event: ParserEvent) -> bool:
         """Take the next event. False: it is out of place, or says what is not so."""
         match event:
-            case ToolCallBegun(index, _, name):
-                fine = self.open_call is None and index == self._num_calls and name in self._names
+            case ToolCallBegun(index, call_id, name):
+                fine = self.open_call is None and index == self._num_calls and name in self._names and call_id not in self._ids
+                self._ids.add(call_id)
                 self.open_call, self._num_calls, self._arguments = index, self._num_calls + 1, ""
                 return fine
             case ArgumentsText(index, text):
@@ -145,8 +155,13 @@ class ParserSuite:
 
     def test_any_cut_gives_the_same_events(self) -> None:
         """However the text comes, what it means is the same."""
-        for text in self.texts:
-            check_cuts(self.parser, text, tools=self.tools)
+        for text, inside in itertools.product(self.texts, {False, self.parser.is_inside is not None}):
+            check_cuts(self.parser, text, tools=self.tools, inside=inside)
+
+    def test_answers_that_are_read_by_turns_do_not_mix(self) -> None:
+        """Each has a parser of its own, which keeps nothing for others."""
+        for text, other in itertools.permutations([*self.texts, *self.plain], 2):
+            check_apart(self.parser, text, other, tools=self.tools)
 
     def test_calls_are_in_order_and_complete_ones_are_objects(self) -> None:
         """Begun, filled, ended, one after the other."""

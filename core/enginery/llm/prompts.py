@@ -131,11 +131,11 @@ def _check_tools(tools: Messages, template: str | None) -> None:
 def _token_ids(prompt: object) -> tuple[int, ...]:
     ids = tuple(prompt) if _is_list(prompt) else (None,)
     if [*map(type, ids)].count(int) == len(ids):  # looking at each in Python takes ten times as long
-        return ids
+        return cast(tuple[int, ...], ids)
     if not all(map(_is_whole, ids)):
         hint = _FOR_MESSAGES if any(isinstance(each, Mapping) for each in (prompt, *ids)) else ""
         raise RequestError(f"the prompt {prompt!r:.80} is neither text nor a list of token ids{hint}", param="prompt")
-    return tuple(map(operator.index, ids))
+    return tuple(map(operator.index, cast(tuple[SupportsIndex, ...], ids)))
 
 
 def _is_whole(value: object) -> TypeGuard[SupportsIndex]:

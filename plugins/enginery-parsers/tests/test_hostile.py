@@ -148,3 +148,10 @@ def test_line_breaks_in_the_strings_of_json_are_escaped_within_tags_too(value: s
     text = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
     _, found, ended = texts(SPECS["glm4"], iter([text]))
     assert (found, "complete=True" in ended) == (arguments, True)
+
+
+def test_an_id_that_mistral_writes_twice_is_another_the_second_time() -> None:
+    new_ids = iter(["call_of_ours"])
+    parser = SPECS["mistral-args"].make(ParserSetup(tools=TOOLS, new_id=lambda: next(new_ids)))
+    events = [*parser.feed("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}" * 2), *parser.finish()]
+    assert [event.id for event in events if isinstance(event, ToolCallBegun)] == ["abc123def", "l_of_ours"]

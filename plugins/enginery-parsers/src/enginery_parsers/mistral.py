@@ -23,8 +23,11 @@ class MistralParser(ObjectParser):
     def __init__(self, setup: ParserSetup) -> None:
         super().__init__(setup, MISTRAL)
         self._arguments = Marker(ARGUMENTS, breaks=0)
+        self._ids: set[str] = set()
 
     def begin(self, name: str, call_id: str = "") -> None:
+        call_id = "" if call_id in self._ids else call_id  # two of one answer are never the same
+        self._ids.add(call_id)
         super().begin(name, call_id or self._new_id()[-_ID_CHARS:])
 
     def read_call(self, marker: str) -> Wait[None]:

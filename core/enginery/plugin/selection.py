@@ -174,5 +174,6 @@ def choose_parser(
             if offer.spec.suits(facts):
                 return offer
         except FAULTS as error:  # a plugin's rule
-            raise PluginError(f"{offer.source} failed when asked whether parser {offer.name} suits the model: {error}") from error
+            failed = f"{offer.source} failed when asked whether parser {offer.name} suits the model: {explain(error)}"
+            raise PluginError(f"{failed}; name another parser of {kind}, or none") from error
     return None

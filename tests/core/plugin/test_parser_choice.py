@@ -76,6 +76,9 @@ def test_a_parser_whose_rule_fails_is_named(site) -> None:
     install(site, "odd", suits="1 / 0")
     with pytest.raises(PluginError, match=r"plugin p-odd \(p-odd==1.0\) failed when asked whether parser odd suits") as caught:
         chosen("auto")
+    said = str(caught.value)
+    assert "ZeroDivisionError: division by zero (" in said
+    assert said.endswith("line 7); name another parser of tools, or none")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -179,11 +179,12 @@ class LLM(AbstractContextManager["LLM"]):
         return growing
 
     def _end(self, parts: Iterable[GrowingCompletion]) -> None:
+        """Abort those of these that are open: now, or behind the step amid which garbage is collected."""
         with self._turn:
             self._left += parts
             if not self._is_amid:
                 with self._undisturbed():
-                    pass
+                    pass  # its end does
 
     def _step(self, requests: OpenRequests) -> list[GrowingCompletion]:
         if not requests.engine.has_work:  # a step that failed for another caller could not tell it

@@ -168,8 +168,7 @@ def _renamed(name: str, stacked: Mapping[str, tuple[str, ...]]) -> str:
     """Of a tensor that is in a module whose weight is renamed."""
     module, _, part = name.rpartition(".")
     weight = f"{module}.weight"
-    renames = (end for end, (to, *_) in stacked.items() if weight.endswith(end) and "{}" not in to)
-    end = next(renames, None)
+    end = next((end for end, (to, *_) in stacked.items() if weight.endswith(end) and "{}" not in to), None)
     return name if end is None else (weight.removesuffix(end) + stacked[end][0]).removesuffix("weight") + part
 
 

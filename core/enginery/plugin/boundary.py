@@ -83,12 +83,10 @@ class _GuardedParser:
         with inside(self._offer, "read an answer"):
             return self._events(self._parser.finish())
 
-    def _events(self, told: Iterable[object]) -> list[ParserEvent]:
-        events: list[ParserEvent] = []
-        for event in told:
-            if not isinstance(event, ParserEvent):
-                raise PluginError(f"{self._offer.source} read {event!r:.100} in an answer, which is no event of a parser")
-            events.append(event)
+    def _events(self, told: Iterable[ParserEvent]) -> list[ParserEvent]:
+        events = list(told)
+        if wrong := [event for event in events if not isinstance(event, ParserEvent)]:
+            raise PluginError(f"{self._offer.source} read {wrong[0]!r:.100} in an answer, which is no event of a parser")
         return events
 
 

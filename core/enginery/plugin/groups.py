@@ -148,7 +148,7 @@ def _type_problems(given: Mapping[str, object]) -> list[str]:
     problems = []
     for name, value in given.items():
         kinds, what = _TYPES.get(name, (object, ""))
-        if not isinstance(value, kinds) or (what == "a whole number" and isinstance(value, bool)):
+        if name in _TYPES and (isinstance(value, bool) or not isinstance(value, kinds)):
             problems.append(f"{name} is {value!r}, but must be {what}")
         if name in _FUNCTIONS and value is not None and not callable(value):
             problems.append(f"{name} is {value!r}, but must be a function")

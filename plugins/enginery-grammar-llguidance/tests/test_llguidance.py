@@ -3,83 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import random
 import re
-import threading
-import time
 
-import numpy as np
 import pytest
+from grammars_compiled import EOS, allowed, compiled, compiler, speller, vocabulary, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import EVERYTHING
 
-from enginery.api import Grammar, GrammarKind, GrammarNeeds, GrammarTokens, Overloaded, RequestError, UnfinishedGrammar
-from enginery_grammar_llguidance import compiler as compiler_module
-from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled, Compiler, State
+from enginery.api import Grammar, GrammarKind, GrammarNeeds, GrammarTokens, RequestError, UnfinishedGrammar
+from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled
 from enginery_grammar_llguidance.spec import LLGUIDANCE
-from enginery_grammar_llguidance.vocabulary import Vocabulary
-
-EOS = 0
-BIG_STACK = 512 << 20
-
-
-def vocabulary(texts: list[str]) -> GrammarTokens:
-    """End, every byte, these texts, and an id without a token."""
-    return vocabulary_of(tuple(texts))
-
-
-@functools.lru_cache(64)
-def vocabulary_of(texts: tuple[str, ...]) -> GrammarTokens:
-    tokens = (b"<end>", *(bytes([byte]) for byte in range(256)), *(text.encode() for text in texts), b"")
-    return GrammarTokens(
-        tokens=tokens,
-        special_ids=frozenset({EOS}),
-        eos_token_ids=frozenset({EOS}),
-        encode=lambda text: [1 + byte for byte in text.encode()],
-    )
-
-
-@functools.lru_cache(4)
-def compiler(tokens: GrammarTokens) -> Compiler:
-    return Compiler(tokens)
-
-
-def compiled(tokens: GrammarTokens, grammar: Grammar) -> Compiled:
-    """However long it takes, and however busy the machine is."""
-    for _ in range(5):
-        found = compiler(tokens).compile(grammar)
-        try:
-            return found.finish() if isinstance(found, UnfinishedGrammar) else found
-        except Overloaded:
-            continue
-    raise AssertionError("the machine is too busy")
-
-
-def speller(tokens: GrammarTokens) -> Vocabulary:
-    return Vocabulary(tokens.tokens, special_ids=tokens.special_ids, eos_token_ids=tokens.eos_token_ids, encode=tokens.encode)
-
-
-def allowed(state: State, vocab_size: int) -> set[int]:
-    row = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
-    state.fill_mask(row)
-    return set(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist())
-
-
-def walk(tokens: GrammarTokens, grammar: Grammar, seed: int, most: int = 60) -> tuple[bytes, bool, set[int]]:
-    """What a random walk under the masks writes, whether it came to the end, and what was allowed last."""
-    state, rng, written, choice = compiled(tokens, grammar).start(), random.Random(seed), b"", set[int]()
-    for _ in range(most):
-        choice = allowed(state, tokens.vocab_size)
-        token = rng.choice(sorted(choice))
-        assert state.accept(token)
-        written += b"" if token == EOS else tokens.tokens[token]
-        if state.is_finished:
-            return written, True, choice
-    return written, False, choice
-
 
 WORDS = st.text("abé", min_size=1, max_size=4)
 
@@ -178,125 +114,6 @@ def test_answers_to_one_grammar_are_independent() -> None:
     assert first.accept(1 + ord("a"))
     assert allowed(second, tokens.vocab_size) == {1 + ord("a"), 1 + ord("c")}
     assert allowed(first, tokens.vocab_size) == {1 + ord("b")}
-
-
-def chain(count: int) -> str:
-    """A schema that refers on and on."""
-    links = {f"r{index}": {"items": {"$ref": f"#/$defs/r{index + 1}"}} for index in range(count)}
-    return json.dumps({"$ref": "#/$defs/r0", "$defs": {**links, f"r{count}": {"type": "integer"}}})
-
-
-def rules(count: int) -> str:
-    """A grammar of rules that call each other, one after the other."""
-    return "start: r0\n" + "".join(f"r{index}: r{index + 1}\n" for index in range(count)) + f'r{count}: "a"'
-
-
-def nested(depth: int) -> str:
-    return '{"items":' * depth + "{}" + "}" * depth
-
-
-TOO_SLOW = "s to compile; make it simpler"
-HOSTILE = {
-    "no JSON": (GrammarKind.JSON_SCHEMA, "{bad", "no JSON"),
-    "no schema": (GrammarKind.JSON_SCHEMA, "[]", "no JSON object"),
-    "true": (GrammarKind.JSON_SCHEMA, "true", "no JSON object"),
-    "deep schema": (GrammarKind.JSON_SCHEMA, '{"items": ' * 900 + "{}" + "}" * 900, "nested too deeply"),
-    "an unknown type": (GrammarKind.JSON_SCHEMA, '{"type": "banana"}', "banana"),
-    "a keyword that is not supported": (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
-    "a keyword hidden by the schema": (GrammarKind.JSON_SCHEMA, '{"not": {}, "x-guidance": {"lenient": true}}', "not"),
-    "a reference to itself": (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing satisfies it"),
-    "nothing": (GrammarKind.JSON_SCHEMA, '{"type": "string", "minLength": 5, "maxLength": 3}', "greater"),
-    "deep": (GrammarKind.JSON_SCHEMA, nested(20_000), "recursion limit"),
-    "wide": (GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "items"),
-    "very wide": (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{index}": {} for index in range(18_000)}}), TOO_SLOW),
-    "a large multiple": (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 10000019}', TOO_SLOW),
-    "patterns that all must match": (
-        GrammarKind.JSON_SCHEMA,
-        json.dumps({"allOf": [{"type": "string", "pattern": f"^.*a.{{{index}}}b.*$"} for index in range(40)]}),
-        TOO_SLOW,
-    ),
-    "an intersection of patterns": (
-        GrammarKind.GRAMMAR,
-        "start: A\nA: " + " & ".join(f"/.*a.{{{index}}}b.*/" for index in range(60)),
-        TOO_SLOW,
-    ),
-    "a huge list of values": (GrammarKind.JSON_SCHEMA, json.dumps({"enum": [f"v{index}" for index in range(24_000)]}), None),
-    "a bad pattern in a schema": (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "[["}', "regex"),
-    "a bad pattern": (GrammarKind.REGEX, "((", "unclosed group"),
-    "a pattern that ends in its escape": (GrammarKind.REGEX, "[0-9]{3}\\", "ends with a backslash that nothing follows"),
-    "the same in a schema": (
-        GrammarKind.JSON_SCHEMA,
-        json.dumps({"type": "string", "pattern": "a\\\\\\"}),
-        "ends with a backslash",
-    ),
-    "an escape that is whole": (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "a\\\\"}), None),
-    "look-around": (GrammarKind.REGEX, "(?=a)b", "look-around"),
-    "deep brackets": (GrammarKind.REGEX, "(" * 100_000 + "a" + ")" * 100_000, "nest"),
-    "a catastrophic pattern": (GrammarKind.REGEX, "(a+)+$", None),
-    "many states": (GrammarKind.REGEX, "(a|b)*a(a|b){40}", None),
-    "repeats of repeats": (GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}", None),
-    "an endless list": (GrammarKind.JSON_SCHEMA, '{"type": "array", "maxItems": 1000000000}', None),
-    "a bad grammar": (GrammarKind.GRAMMAR, 'start: "a', "lexer error"),
-    "an unknown rule": (GrammarKind.GRAMMAR, "start: thing", "thing"),
-    "deep grammar": (GrammarKind.GRAMMAR, "start: " + "(" * 50_000, "nested"),
-    "a long chain of rules": (GrammarKind.GRAMMAR, rules(16_000), None),
-    "a long chain of references": (GrammarKind.JSON_SCHEMA, chain(5_000), None),
-    "no choices": (GrammarKind.CHOICE, "[]", "at least one"),
-    "choices that are no texts": (GrammarKind.CHOICE, "[1]", "at least one"),
-    "deep choices": (GrammarKind.CHOICE, "[" * 100_000, "no JSON"),
-    "half a character": (GrammarKind.CHOICE, '["\\ud800"]', "surrogates"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammars_are_refused_or_compiled_in_time_and_steps_stay_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, source, refusal = HOSTILE[name]
-    if not EVERYTHING and refusal == TOO_SLOW:
-        monkeypatch.setattr(compiler_module, "TRIAL_S", 0.5)  # they take minutes: half a second of them is enough
-    tokens, said = vocabulary(["aaaa", "bbbb", "[[", '{"']), list[str]()
-    slowest = [0.0]
-
-    def use() -> None:
-        try:
-            state = compiled(tokens, Grammar(kind=kind, source=source)).start()
-            rng = random.Random(0)
-            for _ in range(100):
-                begun = time.thread_time()
-                choice = sorted(allowed(state, tokens.vocab_size))
-                assert state.accept(rng.choice(choice))
-                slowest[0] = max(slowest[0], time.thread_time() - begun)
-                if state.is_finished:
-                    break
-        except RequestError as error:
-            said.append(str(error))
-
-    usual = threading.stack_size(BIG_STACK)  # as the engine compiles
-    try:
-        worker = threading.Thread(target=use)
-        worker.start()
-    finally:
-        threading.stack_size(usual)
-    worker.join(50)
-    assert not worker.is_alive(), "still compiling"
-    assert slowest[0] < 0.25
-    if refusal is None:
-        return
-    assert said
-    assert refusal in said[0]
-    assert len(said[0]) < 1_200
-
-
-def test_a_grammar_that_grows_beyond_the_limits_on_the_way_is_an_error_there() -> None:
-    tokens, rng = vocabulary([]), random.Random(1)
-    state = compiled(tokens, Grammar(kind=GrammarKind.REGEX, source="(a|b)*a(a|b){60}")).start()
-
-    def write(count: int) -> None:
-        for _ in range(count):
-            allowed(state, tokens.vocab_size)
-            state.accept(1 + ord(rng.choice("ab")))
-
-    with pytest.raises(RequestError, match="cannot go on"):
-        write(200_000)
 
 
 def test_an_end_is_needed() -> None:

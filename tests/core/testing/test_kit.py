@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -28,6 +29,8 @@ from enginery.testing.conformance import RULES, Check, Row, checks_of, run_confo
 from enginery.testing.subject import Subject, usual_cases
 from enginery.testing.suite import AttnBackendSuite
 
+for name in ("bad_plans", "bad_verification"):  # which add theirs to BAD
+    importlib.import_module(f"core.testing.{name}")
 OFFERS = [(rule, path) for rule, paths in BAD.items() for path in paths]
 ON_CUDA_ONLY = {"captured-equals-eager", "mixed-captured"}
 

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,14 @@ _BEHIND, _LONGEST_WINDOW = 20, 400  # tokens behind a window; the longest that p
 Logprobs = list[list[float]]  # of each prompt, of its tokens from the second on
 
 
+def _special_tokens(config: Mapping[str, object]) -> Iterator[int]:
+    """Those that config.json has a use for, within its parts too."""
+    for key, value in config.items():
+        found = _special_tokens(value) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        if isinstance(value, Mapping) or re.search(r"token_(id|index)s?$", key):
+            yield from (each for each in found if isinstance(each, int))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSubject:
     """A checkpoint folder, and where it is tried. options: further fields of `EngineOptions`."""
@@ -54,8 +62,7 @@ class ModelSubject:
         chosen, most = random.Random(0), int(self.config["vocab_size"])
         window = int(self.config.get("sliding_window") or 0)
         lengths = (*_LENGTHS, window + _BEHIND) if _LENGTHS[-1] - _BEHIND < window <= _LONGEST_WINDOW else _LENGTHS
-        special = re.findall(r"\d+", " ".join(re.findall(r"token_(?:id|index)s?': \[?([\d, ]+)", str(self.config))))
-        usual = sorted({*range(most)} - {*map(int, special)})
+        usual = sorted({*range(most)} - {*_special_tokens(self.config)})
         return [chosen.choices(usual, k=length) for length in lengths]
 
     def open(self, **changes: object) -> LLM:

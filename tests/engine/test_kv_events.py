@@ -30,6 +30,7 @@ from enginery.engine.kv_events.publisher import KVEvents, address_of
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 
+SLOWLY_READ = 2000
 ONE_KIND = groups_of(has_latents=False, window=None, has_states=False)
 
 
@@ -186,6 +187,31 @@ def test_a_late_subscriber_gets_what_it_missed(engine: Engine, addresses: dict[s
     run(engine, asked("d", (1,) * 20 + (4,) * 9))
     settled(late, engine)
     late.close()
+
+
+def test_whoever_reads_slowly_gets_all_that_is_kept(tmp_path: Path) -> None:
+    """More batches than wait between two sockets that have ZeroMQ's own limits."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path / 'replay'}"
+    kv = KVEvents(EngineOptions(kv_events=f"ipc://{tmp_path / 'events'}", kv_events_replay=address), medium="CPU", groups=ONE_KIND)
+    try:
+        for number in range(SLOWLY_READ):
+            kv.stored(None, array("i", [number] * 256).tobytes(), range(16), "")
+            kv.publish()
+            while kv._waiting.qsize() > 50:
+                time.sleep(0.001)
+        asker = context.socket(zmq.DEALER)
+        asker.set_hwm(1)
+        asker.connect(address)
+        asker.send_multipart([b"", (0).to_bytes(8, "big")])
+        time.sleep(0.5)  # by then a queue of 1,000 would be full
+        told = []
+        while publisher.END_OF_REPLAY not in told[-1:] and asker.poll(PATIENCE_MS):
+            told.append(asker.recv_multipart()[1])
+        assert told == [*(number.to_bytes(8, "big") for number in range(SLOWLY_READ)), publisher.END_OF_REPLAY]
+    finally:
+        kv.close()
+        context.destroy(linger=0)
 
 
 def test_a_reset_is_told_as_such(engine: Engine, addresses: dict[str, str]) -> None:

@@ -61,6 +61,7 @@ class KVEvents:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         events, replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         events.set_hwm(_SOCKET_MESSAGES)
+        replay.set_hwm(MOST_KEPT + 1)  # a whole answer, as what is more would be dropped without a word
         events.linger = replay.linger = int(1000 * _END_S)
         try:
             (events.bind if binds(address) else events.connect)(address)

@@ -20,6 +20,7 @@ class GroupedNorm:
     """The root-mean-square norm of each of G groups of columns, of whose `size` columns this rank has I.
 
     A group that lies on one rank is normed there. If ranks have parts of one, its squares are summed over them: a small exchange.
+    Heads that several ranks have, as there are more ranks than heads, count once.
     weight: [I], which the caller multiplies by.
     """
 
@@ -33,6 +34,7 @@ class GroupedNorm:
         self.is_cut, self.num_groups, self.eps, self.comm = len(own) % self.group_size > 0, groups, eps, context.comm
         places = [first // self.group_size for first in range(own.start, own.stop, self.piece)]
         self.group_of = torch.tensor(places, device=context.device)  # [I / piece]
+        self.pieces = torch.tensor([float(places.count(group)) for group in range(groups)], device=context.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] float32 -> the same, normed but for the weight."""
@@ -40,5 +42,6 @@ class GroupedNorm:
         means = pieces.square().mean(-1)  # [T, I / piece]
         if self.is_cut:
             of_groups = means.new_zeros(len(x), self.num_groups).index_add_(1, self.group_of, means)
-            means = self.comm.sum(of_groups)[:, self.group_of] / (self.group_size // self.piece)
+            sums, counts = self.comm.sum(torch.cat((of_groups, self.pieces.expand_as(of_groups)), dim=1)).chunk(2, dim=1)
+            means = (sums / counts)[:, self.group_of]
         return (pieces * torch.rsqrt(means[..., None] + self.eps)).view_as(x)

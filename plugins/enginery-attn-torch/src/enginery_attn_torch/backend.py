@@ -94,17 +94,22 @@ class TorchAttention:
         self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor, *, kv_lens: torch.Tensor | None
     ) -> None:
         size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
+        window = layer.facts.sliding_window
+        if kv_lens is None:
+            seen = group.masks[window]  # [B, L]
+        else:
+            keys = torch.arange(group.pages.shape[1] * self.planner.page_size, device=group.pages.device)
+            seen = visible(keys, kv_lens[:size, None].long() - 1, window)
         k, v = (
-            self._gather(pages, group.pages.view(-1)).to(q.dtype).view(size, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
+            self._gather(pages, group.pages.view(-1))
+            .view(size, -1, kv_heads, pages.shape[-1])
+            .to(q.dtype)
+            .masked_fill_(~seen[..., None, None], 0)  # a page's rest is another's, and what is no number stays none times zero
+            .transpose(1, 2)
             for pages in self._pages(layer)
         )
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
-        window = layer.facts.sliding_window
-        if kv_lens is None:
-            mask = group.masks[window][:, None]  # [B, 1, L]
-        else:
-            keys = torch.arange(k.shape[2], device=k.device)
-            mask = visible(keys, kv_lens[:size, None].long() - 1, window)[:, None]
+        mask = seen[:, None]  # [B, 1, L]
         attended = _attention(grouped, k, v, mask=mask, causal=False, layer=layer)  # [B, K, G, 1, V]
         out[:size] = attended.reshape(size, -1, attended.shape[-1])[..., : layer.facts.value_dim]
 

@@ -76,7 +76,7 @@ def gate_up_of_pairs(
     expected = -1
     if JOINED > 0:
         expected = tl.where(place >= TOP_K - JOINED, NUM_EXPERTS - TOP_K + place, -1)
-        row = at + expected * (2 * size)
+        row = at + expected.to(tl.int64) * (2 * size)
         for block in tl.static_range(AHEAD):
             gates += (row_block(row + block * BLOCK_K, COLUMNS - block * BLOCK_K, expected >= 0, 0.0, BLOCK_K),)
             ups += (row_block(row + size + block * BLOCK_K, COLUMNS - block * BLOCK_K, expected >= 0, 0.0, BLOCK_K),)

@@ -1,4 +1,5 @@
-"""Triton compiles for compute capability 9.0 and launches nothing, so that a machine without a GPU finds what does not compile.
+"""Triton compiles for a compute capability, 9.0 unless told, and launches nothing, so that a machine without a GPU finds what does
+not compile, and what needs more shared memory than a program can have.
 
 The interpreter takes what the compiler refuses: a name that holds another type after a branch, a shape known only when it runs.
 Tests `run` scripts that import this too: they call what launches kernels with tensors on the CPU, and results mean nothing.
@@ -23,6 +24,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import cache
 
 SHARED_BYTES = 227 << 10  # that a block may have
+LESS_SHARED = {80: 163 << 10, 89: 99 << 10}  # the same by capability: of an A100; of GeForces, an L4 and an L40S
 
 
 def run(script: Path) -> None:
@@ -36,8 +38,11 @@ def run(script: Path) -> None:
 class _Device:
     """In place of the CUDA driver's calls."""
 
+    def __init__(self, shared_bytes: int) -> None:
+        self.shared_bytes = shared_bytes
+
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+        return {"max_shared_mem": self.shared_bytes, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
         return 0, 0, 0, 0, 1024
@@ -51,11 +56,13 @@ class _NoLaunch:
         pass
 
 
-class HopperCompiler(DriverBase):
+class OneCompiler(DriverBase):
     """A driver for `triton.runtime.driver.set_active`."""
 
-    utils = _Device()
     launcher_cls = _NoLaunch
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.utils = capability, _Device(LESS_SHARED.get(capability, SHARED_BYTES))
 
     @classmethod
     def is_active(cls) -> bool:
@@ -65,13 +72,13 @@ class HopperCompiler(DriverBase):
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     def get_current_device(self) -> int:
-        return 0
+        return 0 if self.capability == 90 else self.capability  # Triton keeps what it compiled by it
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -80,10 +87,13 @@ class HopperCompiler(DriverBase):
         raise NotImplementedError("nothing is launched")
 
 
-def install(*, reads_code: bool = False) -> None:
-    """For the rest of the process. reads_code: the script looks at PTX or registers, so that LLVM has to make them as they will be;
-    without it LLVM optimises nothing, which is a third of the time."""
-    triton.runtime.driver.set_active(HopperCompiler())
+def install(*, reads_code: bool = False, capability: int = 90) -> None:
+    """For the process, or until the next.
+
+    reads_code: the script looks at PTX or registers, so that LLVM has to make them as they will be; without it LLVM optimises
+    nothing, which is a third of the time.
+    """
+    triton.runtime.driver.set_active(OneCompiler(capability))
     if not reads_code:
         nvidia.llvm.OPTIMIZE_O3 = nvidia.llvm.OPTIMIZE_O0
     # Of kernels in Triton's cache: its own is a hash of 0.5 GB, 2 s in each process, and what runs must not find these.

@@ -281,8 +281,8 @@ def test_prompts_of_few_rows_have_their_keys_split(interpreter, monkeypatch, fac
     compare(bench.attend(batch, made), [bench.expected(turn) for turn in made], dtype="float32", what=str(facts))
 
 
-@pytest.mark.parametrize("name", ["hopper_decode.py", "hopper_prompts.py"])
-def test_kernels_compile_for_hopper_without_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("name", ["hopper_decode.py", "hopper_prompts.py", "latents_of_prompts.py"])
+def test_kernels_compile_without_a_gpu(name: str) -> None:
     """The interpreter takes what the compiler refuses."""
     compile_only.run(Path(__file__).with_name(name))
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from enginery.api import AttnLayerFacts, LatentFacts, Phase, StalePlan, Unsupported
 from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
+from enginery_attn_triton.mixed import MixedState
+from enginery_attn_triton.plan import Planner
+from enginery_attn_triton.tiling import Device, LayerCuts
 
 PLAIN = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
 LATENT = AttnLayerFacts(
@@ -116,3 +120,34 @@ def test_a_plan_of_before_the_memory_was_taken_anew_is_stale() -> None:
     bench.relay.ask("init_mixed_graph_state", max_batch_size=MOST_REQUESTS, max_num_tokens=64)
     with pytest.raises(StalePlan, match="memory of before it was taken anew, which is epoch 1"):
         bench.relay.refresh(captured.plan, nobody(bench, 64))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "num_units"), [(16, 2, 128, 170), (8, 1, 128, 188), (4, 1, 256, 170)])
+@pytest.mark.parametrize("most_requests", [4, 16, 64])
+def test_what_is_captured_has_room_for_all_keys_of_one_request_on_a_device_with_little_shared_memory(
+    heads: int, kv_heads: int, head_dim: int, num_units: int, most_requests: int
+) -> None:
+    """Compute capability 12.0, where fewer programs run at once than on Hopper. Of few requests, it used to cut more parts."""
+    facts = AttnLayerFacts(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    device = Device(num_units=num_units, shared_bytes=99 << 10, chained=True)
+    planner = Planner(cuts=LayerCuts((facts,), itemsize=2, device=device), page_size=16, device=torch.device("cpu"), facts=device)
+    num_rows, length = 64, 32000
+    mixed = MixedState(planner, max_requests=most_requests, max_rows=num_rows, num_pages=2 * length // 16)
+    (split,) = mixed.tables(num_rows, 1).decode.values()
+    case = AttnCase(facts=PLAIN, page_size=16, dtype="float32")
+    bench = Workbench(InTriton.subject(), case, num_tokens=100)
+    batch = bench.batch(bench.turns([(0, 1), (0, num_rows - 1)]), Phase.MIXED)
+    pages = torch.arange(2 * length // 16, dtype=torch.int32).view(2, -1)
+    mixed.refresh(
+        dataclasses.replace(
+            batch,
+            kv_lens_cpu=torch.tensor([length, num_rows - 1], dtype=torch.int32),
+            views={**batch.views, "full": dataclasses.replace(batch.views["full"], page_table_cpu=pages)},
+        )
+    )
+    seen = torch.zeros(length, dtype=torch.bool)
+    for request, _, begin, end, *_ in split.items.tolist():
+        if request == 0:
+            seen[begin:end] = True
+    assert bool(seen.all())

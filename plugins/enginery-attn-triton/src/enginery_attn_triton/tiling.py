@@ -176,7 +176,8 @@ def prefill_tile(dims: HeadDims, device: Device, *, max_rows: int, paged: bool =
         keys //= 2
     warps = 8 if rows >= 64 and wide >= 128 else 4
     tiles = _tiles_beside(dims, rows, keys=keys, device=device)
-    stages = max(1, min(5, 2 * tiles - 1) if paged else min(3, tiles))  # each look-up of pages has a stage of its own
+    stages = min(5, 2 * tiles - 1) if paged else min(3, tiles)  # each look-up of pages has a stage of its own
+    stages = max(2 if dims.shared else 1, stages)  # in one, keys that are values too would be in shared memory twice
     return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=stages)
 
 
@@ -198,7 +199,7 @@ class DecodeCut:
     length: rows of a request. programs: for one item. wave: how many items run at once on the whole device. extra, parts: at the
     most, items more than requests, and parts. together: how many rows an item is for, of requests that share its keys or of one
     that has several; 1 where none are. tall_together, tall_wave: the same of the items of tall tiles. few, few_wave: up to how many
-    requests `kernels.decode_few` serves, and how many of its items run at once.
+    requests `kernels.decode_few` serves, and how many of its items run at once, which is no more than of others.
     """
 
     window: int | None
@@ -279,7 +280,7 @@ class LayerCut:
             tall_together=tall.rows // dims.group if tall else 1,
             tall_wave=max(1, 2 * device.num_units // programs) if tall else 0,
             few=few,
-            few_wave=max(1, FEW_RESIDENT[dims.main] * device.num_units // programs) if few else 0,
+            few_wave=min(wave, max(1, FEW_RESIDENT[dims.main] * device.num_units // programs)) if few else 0,
         )
         return cls(dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
 

@@ -7,11 +7,12 @@ those for single pairs from whole steps of gpt-oss-120b (docs/log.md), the other
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.shared_memory import HOPPER_BYTES, fitting_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class Float4Blocks:
 class ExpertSizes:
     """Experts, a model's columns, an expert's inner size; the types of x and of the weights.
 
-    has_descriptors: whether those can load the weights. has_direct: whether `Float4Blocks` may be direct in bfloat16.
+    has_descriptors: whether those can load the weights. has_direct: whether `Float4Blocks` may be direct in bfloat16. available:
+    bytes of shared memory that a program can have.
     """
 
     num_experts: int
@@ -92,6 +94,7 @@ class ExpertSizes:
     weight_dtype: torch.dtype
     has_descriptors: bool = False
     has_direct: bool = False
+    available: int = HOPPER_BYTES
 
 
 def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
@@ -111,12 +114,11 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
         block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
         return TileBlocks(m=m, gate_up=block, down=block)
     described = sizes.has_descriptors and m == 128 and sizes.weight_dtype is sizes.dtype
-    return TileBlocks(
-        m=m,
-        gate_up=ProductBlock(n=128, k=64, num_warps=8, stages=4),
-        down=ProductBlock(n=256 if sizes.weight_dtype is sizes.dtype else 128, k=64, num_warps=8, stages=4),
-        described=described,
-    )
+    rows = 256 if sizes.weight_dtype is sizes.dtype else 128
+    block_bytes = 64 * (m * sizes.dtype.itemsize + 256 * sizes.weight_dtype.itemsize)  # gates and ups are as many rows as down's
+    stages = fitting_stages(4, block_bytes, sizes.available, in_registers=0 if described else 1)
+    gate_up = ProductBlock(n=128, k=64, num_warps=8, stages=stages)
+    return TileBlocks(m=m, gate_up=gate_up, down=replace(gate_up, n=rows), described=described)
 
 
 def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4Blocks:

@@ -16,6 +16,7 @@ from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, TileBlock
 from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
 from enginery_ops_triton.experts_float4 import Float4Experts
 from enginery_ops_triton.kernels import experts as kernels
+from enginery_ops_triton.shared_memory import shared_bytes
 from enginery_ops_triton.spec import FLOAT4_BLOCKS, FLOAT8_BLOCKS
 
 WIDE_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,7 @@ class Experts:
         self.down_bias = self.down if biases is None else biases.down.contiguous()
         self.num_experts, self.columns, self.inner = self.down.shape
         self.has_descriptors = _has_descriptors(self.gate_up) and _has_descriptors(self.down)
+        self.available = shared_bytes(self.down.device)
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """x [T, C], routed [T, K] -> [T, C]."""
@@ -96,6 +98,7 @@ class Experts:
             dtype=x.dtype,
             weight_dtype=self.gate_up.dtype,
             has_descriptors=self.has_descriptors,
+            available=self.available,
         )
         blocks = blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes)
         return self.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else self.of_tiles(x, routed, blocks)

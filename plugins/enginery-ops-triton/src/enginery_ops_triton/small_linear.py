@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Final
 
@@ -18,6 +18,7 @@ from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.matvec import MATVEC_ROWS, Matvec, Norming, OfNorm, bind_normed, matvec_shape
 from enginery_ops_triton.persistent_rows import PERSISTENT_ROWS, bind_persistent
+from enginery_ops_triton.shared_memory import HOPPER_BYTES, fitting_stages, shared_bytes
 from enginery_ops_triton.stream_k import bind_stream_k, serves
 from enginery_ops_triton.unit_rows import bind_unit_row
 
@@ -93,7 +94,18 @@ def _direct(*, block_n: int, num_warps: int, ahead: int, columns: int, registers
     return DirectShape(block_n=block_n, block_k=64, num_warps=num_warps, ahead=ahead, x_ahead=min(ahead, 4), registers=registers)
 
 
-def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
+def few_rows_shape(
+    outputs: int, columns: int, rows: int, *, multiprocessors: int, available: int = HOPPER_BYTES
+) -> FewRowsShape | None:
+    """available: bytes of shared memory that a program can have, which as many blocks are on their way as fit into."""
+    shape = _fastest_of_few(outputs, columns, rows, multiprocessors=multiprocessors)
+    if shape is None:
+        return None
+    block_bytes = 2 * (shape.block_n + max(FEW_ROWS, rows)) * shape.block_k
+    return replace(shape, stages=fitting_stages(shape.stages, block_bytes, available))
+
+
+def _fastest_of_few(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
     """From docs/benchmarks/kernels-few-rows.json and kernels-few-rows-gpt-oss.json. None: cuBLAS is faster.
 
     What is fastest keeps all programs on the device at once.
@@ -136,7 +148,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     for most in SEVERAL_ROWS if is_short else ():
         if most in by_rows:
             continue
-        if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
+        if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors, available=shared_bytes(weight.device)):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
         else:
             by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from enginery.bench.device_limits import device_name, measure_limits
 from enginery.bench.offline import floor_and_fraction, free_memory, with_room
@@ -48,9 +49,15 @@ def measure_latencies(engine: EngineLike, workload: Workload, *, repeats: int) -
     requests = [times for each in passes for times in each]
     by_name = {
         "first_token": [times[1] - times[0] for times in requests],
-        "per_token": [after - before for times in requests for before, after in itertools.pairwise(times[1:])],
+        "per_token": [each for times in requests for each in token_times(times[1:])],
     }
     return percentiles(by_name) | {"total_s": statistics.median(max(times[-1] for times in each) - each[0][0] for each in passes)}
+
+
+def token_times(came: Sequence[float]) -> Iterator[float]:
+    """Seconds of each token behind the first step's. What a step took is divided among the tokens that came of it at once."""
+    for (before, _), (now, count) in itertools.pairwise(Counter(came).items()):
+        yield from [(now - before) / count] * count
 
 
 def one_pass(engine: EngineLike, workload: Workload, *, seed: int) -> list[list[float]]:

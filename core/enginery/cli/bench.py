@@ -77,7 +77,10 @@ def latency(
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Repeatable.")] = None,
     repeats: _Repeats = 3,
 ) -> Report:
-    """Run equal requests, a batch at a time, and print how long the first token and each further one take."""
+    """Run equal requests, a batch at a time, and print how long the first token and each further one take.
+
+    Tokens that come of one step share its time.
+    """
     from enginery.bench.latency import bench_latency
     from enginery.bench.workloads import WORKLOADS, equal_requests
 

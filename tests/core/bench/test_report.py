@@ -15,7 +15,7 @@ from engine_facts import engine_facts
 
 from enginery.bench import device_limits, startup
 from enginery.bench.device_limits import measure_limits
-from enginery.bench.latency import measure_latencies
+from enginery.bench.latency import measure_latencies, token_times
 from enginery.bench.report import Row, compare, make_report, percentile, read_report
 from enginery.bench.workloads import equal_requests
 from enginery.config.schema import EngineOptions
@@ -26,13 +26,15 @@ FACTS = engine_facts(model_name="slow", folder="nowhere", vocab_size=50, dtype="
 
 
 class SlowEngine:
-    """Every step takes 20 ms and yields a token of each request. sleep: by which clock."""
+    """Every step takes 20 ms and yields a token of each request, behind the first `guesses` more. sleep: by which clock."""
 
     facts = FACTS
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, *, guesses: int = 0) -> None:
         self.sleep = sleep
+        self.guesses = guesses
         self.left: dict[str, int] = {}
+        self.begun: set[str] = set()
         self.batches: list[int] = []
 
     @property
@@ -46,9 +48,11 @@ class SlowEngine:
         self.sleep(0.02)
         running = [name for name, count in self.left.items() if count]
         self.batches.append(len(running))
-        for name in running:
-            self.left[name] -= 1
-        return [RequestOutput(request_id=name, token_ids=(1,)) for name in running]
+        came = {name: min(self.left[name], 1 + self.guesses * (name in self.begun)) for name in running}
+        for name, count in came.items():
+            self.left[name] -= count
+            self.begun.add(name)
+        return [RequestOutput(request_id=name, token_ids=(1,) * count) for name, count in came.items()]
 
 
 def report(**seconds: float) -> dict:
@@ -126,6 +130,20 @@ def test_latencies_are_taken_when_a_token_has_come(monkeypatch: pytest.MonkeyPat
     assert measured["total_s"] == pytest.approx(0.06)
     assert set(engine.batches) == {2}
     assert len(engine.batches) == 3 * 3
+
+
+def test_tokens_that_come_at_once_share_the_time_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("enginery.bench.latency.time", clock)
+    engine = SlowEngine(clock.sleep, guesses=3)
+    measured = measure_latencies(engine, equal_requests(2, input_len=3, output_len=9), repeats=2)
+    assert measured["total_s"] == pytest.approx(0.06), "a step with the first token, and two with four each"
+    assert [measured[f"per_token_p{each}_s"] for each in (50, 90, 99)] == pytest.approx([0.02 / 4] * 3)
+
+
+def test_a_request_whose_tokens_all_come_in_one_step_has_no_time_per_token() -> None:
+    assert list(token_times([5.0, 5.0, 5.0])) == list(token_times([5.0])) == []
+    assert list(token_times([1.0, 2.0, 4.0, 4.0])) == [1.0, 1.0, 1.0]
 
 
 def test_a_start_is_timed_part_by_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,14 @@ def test_what_grew_beyond_the_tolerance_fails(
     assert f"{1 / now:.3f}" in result.output
 
 
+def test_a_time_of_nothing_is_compared_without_a_speed(bench: Callable[..., Result], tmp_path: Path) -> None:
+    before = tmp_path / "before.json"
+    bench(1, "--output", before)
+    result = bench(0, "--compare", before)
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-2].split()[-1] == "-"
+
+
 def test_a_report_that_cannot_be_compared_with_is_still_written(bench: Callable[..., Result], tmp_path: Path) -> None:
     bench(1, "--output", tmp_path / "before.json", "--device", "other")
     with pytest.raises(ConfigError, match="another device"):

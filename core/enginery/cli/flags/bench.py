@@ -99,7 +99,11 @@ def show_changes(changes: Sequence[Change], tolerance: float, *, on_stderr: bool
     """Print the changes. Returns whether a time grew by more than this share."""
     slower = [change["after"] > change["before"] * (1 + tolerance) for change in changes]
     rows = [
-        {**change, "speed": f"{change['before'] / change['after']:.3f}", "": "slower" if is_slower else ""}
+        {
+            **change,
+            "speed": f"{change['before'] / change['after']:.3f}" if change["after"] else "-",
+            "": "slower" if is_slower else "",
+        }
         for change, is_slower in zip(changes, slower, strict=True)
     ]
     out = console(stderr=on_stderr)

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import itertools
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
@@ -25,6 +26,8 @@ from enginery.errors import ConfigError, EnginError
 _ANSWER_S: Final = 600.0  # a request that takes longer has failed
 _IDLE_S: Final = 2.0  # some servers close a connection that was idle for 5 s
 _TICK_S: Final = 0.01
+_PIECE: Final = 1 << 16
+_CUT: Final = "the server closed the connection in the middle of its answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +93,33 @@ _events: Final = msgspec.json.Decoder(_Event)
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request as its client sees it. due_s: when it was to be sent; times: when each piece of its text came."""
+    """One request as its client sees it. due_s: when it was to be sent; times: when each piece of its text came.
+
+    is_whole: the server said that the answer is complete.
+    """
 
     due_s: float
     sent_s: float = 0.0
     ended_s: float = 0.0
     times: list[float] = field(default_factory=list)
     num_tokens: int = 0
+    is_whole: bool = False
     error: str | None = None
+
+    async def read(self, parts: AsyncIterable[bytes]) -> None:
+        """Read the whole stream. One without text, or that ends before its answer does, is an error."""
+        rest = b""
+        async for part in parts:
+            now_s = time.perf_counter()
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                self.take(line.rstrip(), now_s)
+        is_whole = self.is_whole or rest.rstrip().endswith(b"[DONE]")
+        self.error = self.error or ("the stream had no text" if not self.times else None if is_whole else "the stream ended early")
 
     def take(self, line: bytes, now_s: float) -> None:
         """Read one line of the stream. now_s: when it came."""
+        self.is_whole |= line.endswith(b"[DONE]")
         if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
             return
         event = _events.decode(line[5:])
@@ -108,8 +127,10 @@ class Call:
             self.error = f"in the stream: {event.error}"
         if event.usage is not None:
             self.num_tokens = event.usage.completion_tokens
-        if event.choices and (event.choices[0].text or event.choices[0].finish_reason is None):
-            self.times.append(now_s)
+        for choice in event.choices[:1]:
+            self.is_whole |= choice.finish_reason is not None
+            if choice.text or (self.times and choice.finish_reason is None):  # a token of part of a character has no text
+                self.times.append(now_s)
 
 
 class Client:
@@ -144,7 +165,7 @@ class Client:
             status, body = await self.get("/v1/models")
             if status == 200:
                 return msgspec.json.decode(body, type=_Models).data[0]
-            why = f"status {status}: {body.decode(errors='replace')[:300]}"
+            why = _refusal(status, body)
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
         raise EnginError(f"{self.url}/v1/models does not name a model ({why}); is it a server with OpenAI's API?")
@@ -152,18 +173,12 @@ class Client:
     async def call(self, body: bytes, due_s: float) -> Call:
         """Send it and read all of its stream; a failure is in the result."""
         call = Call(due_s, sent_s=time.perf_counter())
-        rest = b""
         try:
             async with asyncio.timeout(_ANSWER_S), self._answer("POST", "/v1/completions", body) as (status, parts):
-                async for part in parts:
-                    now_s = time.perf_counter()
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines if status == 200 else ():
-                        call.take(line.rstrip(), now_s)
-            if status != 200:
-                call.error = f"status {status}: {rest.decode(errors='replace')[:300]}"
-            elif not call.times and call.error is None:
-                call.error = "the stream had no text"
+                if status == 200:
+                    await call.read(parts)
+                else:
+                    call.error = _refusal(status, b"".join([part async for part in parts]))
         except (OSError, EOFError, ValueError) as error:  # TimeoutError and broken streams too
             call.error = f"{type(error).__name__} {error}".strip()
         call.ended_s = time.perf_counter()
@@ -185,21 +200,39 @@ class Client:
         except BaseException:
             writer.close()
             raise
-        if b"connection: close" in answer or reader.at_eof():
+        if b"connection: close" in answer or answer.startswith(b"http/1.0") or reader.at_eof():
             writer.close()
         else:
             self._idle.append((time.perf_counter(), reader, writer))
 
 
-async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
-    if b"transfer-encoding: chunked" not in head:
-        length = head.partition(b"content-length:")[2].split(maxsplit=1)
-        yield await (reader.readexactly(int(length[0])) if length else reader.read())
-        return
+def _refusal(status: int, body: bytes) -> str:
+    """What an answer of another status than 200 says, in one line."""
+    return f"status {status}: {' '.join(body.decode(errors='replace').split())[:500]}"
+
+
+def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
+    """The pieces of the body as they come, whichever way its end is told."""
+    if b"transfer-encoding: chunked" in head:
+        return _chunks(reader)
+    length = head.partition(b"content-length:")[2].split(maxsplit=1)
+    return _pieces(reader, int(length[0]) if length else None)
+
+
+async def _pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
+    left = sys.maxsize if length is None else length  # without a length, until the server closes
+    while left and (data := await reader.read(min(left, _PIECE))):
+        left -= len(data)
+        yield data
+    if left and length is not None:
+        raise EOFError(_CUT)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     rest = b""
     while True:
-        if not (data := await reader.read(1 << 16)):
-            raise EOFError("the server closed the connection in the middle of its answer")
+        if not (data := await reader.read(_PIECE)):
+            raise EOFError(_CUT)
         rest += data
         while (end := rest.find(b"\r\n")) >= 0:
             size = int(rest[:end].partition(b";")[0], 16)

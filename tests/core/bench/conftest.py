@@ -1,0 +1,3 @@
+"""The scripted server."""
+
+from scripted_server import server as server

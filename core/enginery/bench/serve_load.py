@@ -24,6 +24,7 @@ from enginery.bench.report import Row, percentiles
 from enginery.errors import ConfigError, EnginError
 
 _ANSWER_S: Final = 600.0  # a request that takes longer has failed
+_GET_S: Final = 20.0
 _IDLE_S: Final = 2.0  # some servers close a connection that was idle for 5 s
 _TICK_S: Final = 0.01
 _PIECE: Final = 1 << 16
@@ -137,12 +138,16 @@ class Client:
     """Keeps connections open for the next request; close it in the loop that used it."""
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"--url is {url}, but must be as http://127.0.0.1:8000: {error}") from error
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(f"--url is {url}, but must be as http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
         self.host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = True if parts.scheme == "https" else None
         self._path = urlsplit(self.url).path
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
@@ -155,9 +160,12 @@ class Client:
             self._idle.pop()[2].close()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """The status and the whole body. Raises `OSError`."""
-        async with self._answer("GET", path, b"") as (status, parts):
-            return status, b"".join([part async for part in parts])
+        """The status and the whole body. Raises `OSError`, also where the server does not answer."""
+        try:
+            async with asyncio.timeout(_GET_S), self._answer("GET", path, b"") as (status, parts):
+                return status, b"".join([part async for part in parts])
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {_GET_S:g} s") from error
 
     async def first_model(self) -> ModelCard:
         """The first that the server lists. Raises `EnginError` if it has none."""

@@ -126,11 +126,15 @@ def serve(
     *,
     named: Annotated[str | None, _MODEL] = None,
     url: Annotated[
-        str | None, typer.Option(help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out.")
+        str | None,
+        typer.Option(
+            help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out. MODEL, or --model, is "
+            "then a name of its own, and other settings of the engine are refused."
+        ),
     ] = None,
 ) -> Report:
     """Send requests over HTTP, and print what their senders see: times to the first token, between tokens and in all, and rates."""
-    return bench_started(load, options, named) if url is None else bench_running(load, url, named)
+    return bench_started(load, options, named) if url is None else bench_running(load, options, url, named)
 
 
 @bench_app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 
@@ -96,10 +97,18 @@ def test_nobody_there_is_an_error() -> None:
         using(url, Client.first_model)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http:///v1"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http:///v1", "http://127.0.0.1:99999", "http://[::1"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Client(url)
+
+
+def test_a_server_that_accepts_and_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginery.bench.serve_load._GET_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(EnginError, match=r"/v1/models does not name a model \(TimeoutError: no answer within 0.2 s\)"):
+            using(url, lambda client: asyncio.wait_for(client.first_model(), 20))
 
 
 def test_a_closed_loop_keeps_so_many_running_on_as_many_connections(server) -> None:
@@ -210,6 +219,31 @@ def test_the_model_is_the_server_s_first_or_the_one_that_is_named(server) -> Non
     scripted.models = {"data": []}
     with pytest.raises(EnginError, match=r"does not name a model \(IndexError"):
         bench("--url", url)
+
+
+def test_the_model_of_a_server_that_runs_may_be_a_flag_s(server) -> None:
+    scripted, url = server
+    bench("--url", url, "--model", "other", "--requests", 1, "--warm-up", 0)
+    bench("C1", "--url", url, "--model", "third", "--requests", 1, "--warm-up", 0, "--output-len", 3)
+    assert {body["model"] for body in scripted.bodies} == {"other", "third"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--drafter", "lookup", "--tp", "4"), "the server at --url has settings of its own; leave out drafter, tp"),
+        (("-p", "no:x"), "leave out blocked_plugins"),
+        (("a", "--model", "b"), "two models are named, a and b"),
+    ],
+)
+def test_settings_of_an_engine_are_refused_where_a_server_runs(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bench("--url", "http://127.0.0.1:9", *flags)
+
+
+def test_settings_of_the_environment_are_there_for_servers_too(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINERY_TP", "2")
+    assert bench("--url", server[1], "--requests", 1, "--warm-up", 0).exit_code == 0
 
 
 def test_token_ids_suit_the_model_where_its_folder_is_here(server, tmp_path: Path) -> None:

@@ -133,7 +133,10 @@ def serve(
         ),
     ] = None,
 ) -> Report:
-    """Send requests over HTTP, and print what their senders see: times to the first token, between tokens and in all, and rates."""
+    """Send requests over HTTP, and print what their senders see: times to the first token, between tokens and in all, and rates.
+
+    The status is 1 if a request failed.
+    """
     return bench_started(load, options, named) if url is None else bench_running(load, options, url, named)
 
 

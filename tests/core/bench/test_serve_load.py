@@ -211,6 +211,23 @@ def test_the_command_measures_each_load_and_compares(server, tmp_path: Path, mon
     assert "times grew by more than" in again.output
 
 
+def test_a_load_of_which_requests_failed_is_reported_and_ends_with_status_1(server, tmp_path: Path) -> None:
+    scripted, url = server
+    answers = iter([b"HTTP/1.1 500 Bug\r\ncontent-length: 3\r\n\r\nbug"])
+
+    async def fail_once(writer: asyncio.StreamWriter) -> None:
+        answer = next(answers, None)
+        writer.write(answer) if answer else await scripted.stream(writer)
+
+    scripted.script = fail_once
+    flags = ("--url", url, "--requests", 4, "--concurrency", 1, "--warm-up", 0)
+    done = bench(*flags, "--output", tmp_path / "report.json")
+    assert done.exit_code == 1
+    assert "1 times: status 500: bug" in done.output
+    assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["derived"]["errors"] == 1
+    assert bench(*flags).exit_code == 0
+
+
 def test_the_model_is_the_server_s_first_or_the_one_that_is_named(server) -> None:
     scripted, url = server
     bench("--url", url, "--requests", 1)

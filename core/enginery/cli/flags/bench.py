@@ -43,7 +43,8 @@ def with_report_flags(command: Callable[..., Report]) -> Callable[..., None]:
             typer.echo(data)
         else:
             show(report)
-        if before is not None and show_changes(compare_reports(before, report), tolerance, on_stderr=as_json):
+        is_slower = before is not None and show_changes(compare_reports(before, report), tolerance, on_stderr=as_json)
+        if is_slower or any(_detail(row, "errors") for row in report["rows"]):
             raise typer.Exit(1)
 
     flags = [parameter for parameter in parameters_of(run) if parameter.kind is parameter.KEYWORD_ONLY]

@@ -119,12 +119,12 @@ def percentiles(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def read_report(path: Path, *, bench: str) -> Report:
     """A report that `--output` wrote. Raises `ConfigError` if it is none, or one of another benchmark."""
     try:
-        data: Report = json.loads(path.read_text())
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.get("bench") != bench:
+            raise ConfigError(f"{path} is no report of engine bench {bench}; its --output FILE writes one")
+        return msgspec.convert(data, Report)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be compared with: {error}") from error
-    if not isinstance(data, dict) or data.get("bench") != bench:
-        raise ConfigError(f"{path} is no report of engine bench {bench}; its --output FILE writes one")
-    return data
 
 
 def compare(before: Report, after: Report) -> list[Change]:

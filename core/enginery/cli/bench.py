@@ -15,6 +15,7 @@ from enginery.cli.flags.bench import with_report_flags
 from enginery.cli.flags.engine import with_engine_flags
 from enginery.cli.flags.plugins import BlockFlags, blocked_names
 from enginery.cli.tables import console, print_table
+from enginery.config.resolve import DTYPES
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 
@@ -164,6 +165,8 @@ def kernels(
     from enginery.plugin.registry import Registry
     from enginery.worker.device import torch_device
 
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}")
     registry = Registry.load(blocked=blocked_names(block or ()), options=plugin_options or ())
     small = torch_device(device).type == "cpu" if quick is None else quick
     options = EngineOptions(device=device, dtype=dtype, plugin_options=tuple(plugin_options or ()))

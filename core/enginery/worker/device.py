@@ -70,7 +70,11 @@ def devices_of_ranks(asked: EngineOptions, *, joining: bool = False) -> tuple[st
 
 
 def torch_device(asked: str) -> torch.device:
-    device = torch.device(asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    """The device asked for, with an index if it is a GPU. Raises `ConfigError` for what torch does not know."""
+    try:
+        device = torch.device(asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device is {asked!r}, but must be auto, cpu, cuda or cuda:<index>") from error
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -101,6 +101,25 @@ def test_a_file_that_is_no_such_report_is_refused(tmp_path: Path, text: str | No
     assert read_report(path, bench="offline")["rows"][0]["measured"] == {"total_s": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rows": None}, r"Expected `array`, got `null` - at `\$\.rows`"),
+        ({"rows": [{"what": {}}]}, r"missing required field `\w+` - at `\$\.rows\[0\]`"),
+        ({"rows": [{"what": {}, "measured": {"total_s": "1"}, "derived": {}, "details": {}}]}, "Expected `float`, got `str`"),
+        ({"device": 3}, r"Expected `str`, got `int` - at `\$\.device`"),
+    ],
+)
+def test_a_report_of_another_shape_is_refused(tmp_path: Path, fields: dict, words: str) -> None:
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(report(W1=1.0) | fields))
+    with pytest.raises(ConfigError, match=rf"before\.json cannot be compared with: .*{words}"):
+        read_report(path, bench="offline")
+    path.write_text('{"bench": "offline"}')
+    with pytest.raises(ConfigError, match="missing required field"):
+        read_report(path, bench="offline")
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     values = [float(value) for value in range(100, 0, -1)]
     assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]

@@ -15,7 +15,7 @@ from enginery.bench.report import Report, Row, make_report
 from enginery.cli.flags.bench import show, with_report_flags
 from enginery.cli.main import build_app
 from enginery.config.schema import EngineOptions
-from enginery.errors import ConfigError
+from enginery.errors import ConfigError, EnginError
 
 
 @pytest.fixture
@@ -105,10 +105,21 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
         (("latency", "a", "--model", "b"), "two models are named, a and b"),
         (("startup", "a", "--model", "b"), "two models are named, a and b"),
         (("kernels", "--device", "cpu", "--attention-backend", "none", "-p", "no:x"), "plugin 'x'"),
+        (
+            ("kernels", "--device", "cpu", "--dtype", "float64"),
+            "--dtype is 'float64', but must be one of float32, bfloat16, float16",
+        ),
+        *[
+            ((*command, "--device", device), f"device is '{device}', but must be auto, cpu, cuda or cuda:<index>")
+            for command in (("kernels",), ("kernels", "--quick"), ("latency", "llama-125m"), ("offline", "C1"))
+            for device in ("tpu", "cuda:x")
+        ],
+        (("kernels", "--device", "mps", "--quick"), "device is 'mps', but must be auto, cpu, cuda or cuda:<index>"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: str) -> None:
     result = CliRunner().invoke(build_app(), ["bench", *arguments])
+    assert isinstance(result.exception, EnginError)
     assert words in str(result.exception)
 
 

@@ -78,10 +78,7 @@ def latency(
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Repeatable.")] = None,
     repeats: _Repeats = 3,
 ) -> Report:
-    """Run equal requests, a batch at a time, and print how long the first token and each further one take.
-
-    Tokens that come of one step share its time.
-    """
+    """Run equal requests, a batch at a time, and print how long the first token takes, and each further one's share of its step."""
     from enginery.bench.latency import bench_latency
     from enginery.bench.workloads import WORKLOADS, equal_requests
 
@@ -127,16 +124,12 @@ def serve(
     *,
     named: Annotated[str | None, _MODEL] = None,
     url: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out. MODEL, or --model, is "
-            "then a name of its own, and other settings of the engine are refused."
-        ),
+        str | None, typer.Option(help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out.")
     ] = None,
 ) -> Report:
     """Send requests over HTTP, and print what their senders see: times to the first token, between tokens and in all, and rates.
 
-    The status is 1 if a request failed.
+    With --url, MODEL or --model is a name of that server's, and other settings are refused. The status is 1 if a request failed.
     """
     return bench_started(load, options, named) if url is None else bench_running(load, options, url, named)
 

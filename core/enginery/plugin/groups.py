@@ -76,7 +76,7 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
     problems = []
     if not (isinstance(spec.name, str) and NAME.fullmatch(spec.name)) or spec.name == "auto":
         problems.append("the name must be letters, digits, '.', '_' and '-', and not auto")
-    if not (isinstance(spec.api, tuple) and [*map(type, spec.api)] == [int, int]):
+    if not (isinstance(spec.api, tuple) and [*map(type, spec.api)] == [int, int] and min(spec.api) >= 0):
         problems.append(f"api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
     problems += _type_problems(vars(spec))
     if (options := options_type(spec)) is not None:

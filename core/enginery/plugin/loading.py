@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import traceback
@@ -23,6 +24,7 @@ from enginery.plugin.groups import GROUPS, Descriptor, claims, descriptor_proble
 from enginery.plugin.hookspecs import EngineHooks
 from enginery.plugin.records import FAILED, Offer, PluginRecord, Status
 
+_log = logging.getLogger(__name__)
 _ENGINE, _PYTHON = re.escape(__file__.removesuffix("plugin/loading.py")), re.escape(traceback.__file__.removesuffix("traceback.py"))
 _NOT_A_PLUGINS: Final = re.compile(rf"<frozen|<string>|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
 _OTHER_OFFERS: Final = {"commands": "register_commands", "routes": "register_routes", "observer": "observe_step"}
@@ -117,6 +119,9 @@ def _import(found: Found) -> Plugin:
         module = found.entry_point.load()
     except FAULTS as error:  # the plugin's code: its failure is a row, not ours
         return plugin.failed(Status.BROKEN, f"{explain(error)}; its entry point is {found.entry_point.value}")
+    except KeyboardInterrupt:  # the user's, or the plugin's, which nobody would find
+        _log.warning("interrupted while %s was imported", found.record)
+        raise
     return _collect(replace(plugin, module=module, record=replace(found.record, status=Status.LOADED)))
 
 
@@ -155,7 +160,7 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
         return []
     for answer in manager.only(record.name, hook)() or [None]:  # pluggy leaves a None out
         if not isinstance(answer, list | tuple):
-            raise PluginError(f"{hook} returned {answer!r:.100}, but must return a list")
+            raise PluginError(f"{hook} returned {answer!r:.100}, but must return a list or a tuple")
         for spec in answer:
             name = str(vars(spec).get("name")) if isinstance(spec, GROUPS[group].descriptor) else repr(spec)
             offers.append(

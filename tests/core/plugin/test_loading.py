@@ -51,6 +51,18 @@ def test_whatever_a_plugin_does_when_imported_stops_nobody_else(site, code: str)
     assert record_of(load(), "bad").status is Status.BROKEN
 
 
+def test_an_import_that_is_interrupted_is_told_with_its_plugin(site, caplog: pytest.LogCaptureFixture) -> None:
+    site.install("bad", "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert caplog.messages == ["interrupted while plugin bad (bad==1.0) was imported"]
+
+
+def test_descriptors_may_come_in_a_tuple(site) -> None:
+    site.install("fa", site.backend("fa").replace("return [", "return *[").replace('a fake")]', 'a fake")],'))
+    assert backends(load()) == ["fa"]
+
+
 def test_a_hook_that_raises_makes_its_plugin_broken(site) -> None:
     site.install("bad", "from enginery.api import hookimpl\n@hookimpl\ndef register_models():\n    raise KeyError('x')\n")
     assert "KeyError: 'x' (" in record_of(load(), "bad").reason
@@ -91,6 +103,7 @@ def test_a_descriptor_without_its_contract_version_is_broken(site) -> None:
     ("good", "bad", "message"),
     [
         ("api=(2, 0)", "api='1.0'", "api is '1.0'"),
+        ("api=(2, 0)", "api=(2, -1)", "api is (2, -1), but must be two numbers, for instance"),
         ('name="fa"', 'name="f a"', "the name must be letters"),
         ('name="fa"', 'name="auto"', "and not auto"),
         ("priority=1", "priority='high'", "priority is 'high', but must be a whole number"),
@@ -123,7 +136,7 @@ def test_what_is_no_list_of_descriptors_is_refused(site, answer: str) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "said"),
     [
-        ("return [", "return {}; [", "register_attn_backends returned {}, but must return a list"),
+        ("return [", "return {}; [", "register_attn_backends returned {}, but must return a list or a tuple"),
         ("priority=1", "priority='high'", "it registers what cannot be used:"),
         ("def register_attn_backends()", "def register_attn_backends(batch)", "does not fit the hooks of EngineHooks:"),
     ],

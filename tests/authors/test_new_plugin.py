@@ -103,12 +103,33 @@ def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
         ("polcy", "x", "no kind of plugin 'polcy'; did you mean policy"),
         ("policy", "No Spaces", "'No Spaces' cannot be the name of a plugin"),
         ("policy", "class", "'class' cannot be"),
+        ("op", "lambda", "'lambda' cannot be the name of a plugin, as it is a word of Python; take another, as my-lambda"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(kind: str, name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         write_plugin(kind, name, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "into", "why"),
+    [("x", "file", "Not a directory"), ("a" * 300, "", "File name too long")],
+)
+def test_what_cannot_be_written_is_told_in_a_line(name: str, into: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(build_app(), ["new-plugin", "policy", name, "--into", str(tmp_path / into)])
+    assert isinstance(done.exception, ConfigError)
+    assert re.fullmatch(rf"{tmp_path}\S* cannot be written: {why}", str(done.exception))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_tests_need_beside_the_core_is_in_the_readme(kind: str, tmp_path: Path) -> None:
+    root = write_plugin(kind, "my-own", tmp_path)
+    tests = "".join(path.read_text() for path in (root / "tests").iterdir())
+    readme = (root / "README.md").read_text()
+    assert ("LlamaForCausalLM" in readme) == ("open_tiny_llm" in tests and kind != "model")
+    assert ("attention backend for the CPU" in readme) == ("open_tiny_llm" in tests and kind != "backend")
 
 
 def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:

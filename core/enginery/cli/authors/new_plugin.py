@@ -20,6 +20,8 @@ from enginery.plugin.near import did_you_mean
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_LLAMA, _BACKEND = "a plugin that serves `LlamaForCausalLM`", "a plugin with an attention backend for the CPU"
+_BESIDE: Final = {"model": (_BACKEND,), "backend": (_LLAMA,), "format": (_LLAMA, _BACKEND), "checkpoint": (_LLAMA, _BACKEND)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,10 @@ def new_plugin(
     folder: Annotated[Path, typer.Option("--into", help="The folder in which the distribution's own folder is made.")] = Path(),
 ) -> None:
     """Write a plugin's distribution of one kind, with tests that pass, for you to change."""
-    made = write_plugin(kind, name, folder)
+    try:
+        made = write_plugin(kind, name, folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
     print(f"{made} is written. Try it:\n  cd {made}\n  pip install -e '.[test]'\n  pytest\n  engine plugins")
 
 
@@ -130,7 +135,9 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     """Write the distribution into a new folder below `folder`, and return that. Raises `ConfigError` for what cannot be."""
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of plugin {kind!r}{did_you_mean(kind, KINDS) or '.'} Kinds are {', '.join(KINDS)}.")
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} cannot be the name of a plugin, as it is a word of Python; take another, as my-{name}")
+    if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a plugin; take small letters, digits and single hyphens, as in my-{kind}"
         )
@@ -171,7 +178,8 @@ def _words(kind: str, name: str) -> dict[str, str]:
     words["class"] = "".join(word.capitalize() for word in name.split("-"))
     words["package"] = words["distribution"].replace("-", "_")
     words["summary"] = f"{chosen.summary[0].upper()}{chosen.summary[1:]}, for Enginery."
-    words["use"] = _filled(chosen.use, words)
+    beside = " and ".join(_BESIDE.get(kind, ()))
+    words["use"] = _filled(chosen.use, words) + (f"\n\nIts tests run an engine, which needs {beside}." if beside else "")
     if isinstance(chosen.group, HookGroup):
         words["api"] = str((CONTRACT_VERSIONS[chosen.group][0], 0))  # no template uses what later minors added
     major, minor, *_ = __version__.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,6 +97,17 @@ def compare(out: Iterable[torch.Tensor], expected: Sequence[torch.Tensor], *, dt
         if not error <= allowed:
             said = f"{what}: request {index} of {len(expected)} is off by {error:.1e}, allowed is {allowed:.1e}"
             raise BrokenRule(said, Fault.NUMBERS)
+
+
+def compare_lse(got: torch.Tensor, wanted: torch.Tensor, *, dtype: str, base: str, what: str) -> None:
+    """The log-sum-exp of one piece, stated in `base`, with the natural one. Raises `BrokenRule`."""
+    allowed = TOLERANCES[dtype] * max(1.0, float(wanted.abs().max()))
+    factors = {"e": 1.0, "2": math.log(2.0)}
+    errors = {each: float((got.double().cpu() * factor - wanted).abs().max()) for each, factor in factors.items()}
+    if not errors.pop(base) <= allowed:
+        ((other, error),) = errors.items()
+        hint = f", but right in base {other}" if error <= allowed else ""
+        raise BrokenRule(f"{what}: the log-sum-exp is wrong in base {base}, which capabilities state{hint}")
 
 
 def _check_written(got: torch.Tensor, what: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -32,8 +32,6 @@ from enginery.testing.cases import AttnCase
 from enginery.testing.recurrences import random_rows, random_weights
 
 _LAYER: Final = LocalLayerId(1)
-_NUM_STATES: Final = 48
-_NUM_SEATS: Final = 64  # seats and pages of states are different numbers
 _SOFTMAX: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8)
 _RULE: Final = RecurrentFacts(rule="linear", decay="head", key_heads=1, value_heads=1, key_dim=8, value_dim=8)
 _RECURRENT: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8, recurrent=_RULE)
@@ -63,18 +61,18 @@ class Turn(NamedTuple):
 
 
 class Stage:
-    """num_tokens: room for requests. The same requests are made in every stage of a case."""
+    """num_tokens, num_requests: room for requests. The same requests are made in every stage of a case."""
 
-    def __init__(self, case: AttnCase, device: torch.device, *, num_tokens: int) -> None:
+    def __init__(self, case: AttnCase, device: torch.device, *, num_tokens: int, num_requests: int = 40) -> None:
         self.case, self.device, self.dtype = case, device, TORCH_DTYPES[case.dtype]
-        num_pages = -(-num_tokens // case.page_size) + 40
+        num_pages, num_states = -(-num_tokens // case.page_size) + num_requests, num_requests + 8
         layers = (_RECURRENT if case.facts.recurrent is None else _SOFTMAX, case.facts, case.facts)
         self.geometry = KVGeometry(
-            pages={FULL: num_pages, STATE: _NUM_STATES},
+            pages={FULL: num_pages, STATE: num_states},
             page_size=case.page_size,
             layers=layers,
             dtype=case.dtype,
-            num_seats=_NUM_SEATS,
+            num_seats=num_states + 16,  # seats and pages of states are different numbers
         )
         self.pool, self.states = PagedKVPool(self.geometry, device), RecurrentStatePool(self.geometry, device)
         self._random, noise = (torch.Generator().manual_seed(seed) for seed in (20, 30))
@@ -83,7 +81,7 @@ class Stage:
             stored.copy_(some.repeat(1 + size // len(some))[:size].view(stored.shape))
         half = num_pages // 2  # in order from the front, shuffled from the back
         self._pages = [*range(half), *(half + torch.randperm(num_pages - half, generator=noise)).tolist()]
-        self._states = torch.randperm(_NUM_STATES, generator=noise).tolist()
+        self._states = torch.randperm(num_states, generator=noise).tolist()
         self.forget()
         self.layer = self._layer()
 
@@ -222,6 +220,13 @@ class Stage:
         if layer.latent is not None and facts.latent is not None:
             k, v = reference.expand_latents(k, layer.latent.kv_b, facts.latent)
         return reference.attention(q[turn.cached :], k, v, facts=facts, scale=layer.scale, sinks=layer.sinks)[0]
+
+
+def pointing(tokens: Tokens, product: float) -> Tokens:
+    """The same, but each query times its own token's key is `product`; times others' keys it is far from that."""
+    q, k, v = tokens.rows
+    keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
+    return replace(tokens, rows=((keys * (product / keys.square().sum(-1, keepdim=True))).to(q.dtype), k, v))
 
 
 def num_out_heads(facts: AttnLayerFacts) -> int:

@@ -34,13 +34,14 @@ class Workbench(Stage):
         case: AttnCase,
         *,
         num_tokens: int = 1000,
+        num_requests: int = 40,
         instance: str = "kit#0",
         coordinator: SparseCoordinator | None = None,
         options: object | None = None,
         watched: bool = True,
     ) -> None:
         """watched: with the checks of `Watch`, which read from the device."""
-        super().__init__(case, subject.device, num_tokens=num_tokens)
+        super().__init__(case, subject.device, num_tokens=num_tokens, num_requests=num_requests)
         context = BackendContext(
             instance=instance,
             geometry=self.geometry,

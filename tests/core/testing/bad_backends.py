@@ -242,6 +242,37 @@ class WritesToACopy(GoodBackend):
         super().attend(q, k, v, layer, batch, plan, out.clone())
 
 
+@breaks("large-scores")
+class SubtractsNoMaximum(GoodBackend):
+    def attend_part(self, q, part, layer, out) -> None:
+        keys, values = (pages[part.pages].flatten(0, 1)[: part.length] for pages in self.pool.layer(layer.local_id))
+        q, group = q[part.rows].float(), layer.facts.num_heads // layer.facts.num_kv_heads
+        keys, values = (kept.float().repeat_interleave(group, dim=1) for kept in (keys, values))
+        scores = torch.einsum("shd,lhd->hsl", q, keys) * layer.scale
+        if (most := layer.facts.softcap) is not None:
+            scores = most * torch.tanh(scores / most)
+        rows = torch.arange(part.length - len(q), part.length)[:, None]
+        weights = scores.exp().masked_fill(~self.seen(rows, torch.arange(len(keys)), layer.facts.sliding_window), 0.0)
+        total = weights.sum(-1, keepdim=True) + (0 if layer.sinks is None else layer.sinks[:, None, None].exp())
+        out[part.rows] = torch.einsum("hsl,lhv->shv", weights / total, values).to(out.dtype)
+
+
+@breaks("ragged-lengths")
+class ServesSixteenRequests(GoodBackend):
+    def attend_part(self, q, part, layer, out) -> None:
+        super().attend_part(q, part, layer, out)
+        if part.index >= 16:
+            out[part.rows] = 0
+
+
+@breaks("ragged-lengths")
+class KeepsSixtyFourStates(GoodBackend):
+    def recur(self, mixed, gates, part, layer, out) -> None:
+        super().recur(mixed, gates, part, layer, out)
+        if part.index >= 64:
+            out.zero_()
+
+
 @breaks("ragged-lengths")
 class TakesAllLengthsForEqual(GoodBackend):
     @hookimpl

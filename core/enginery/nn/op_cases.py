@@ -35,11 +35,16 @@ class Inputs:
     _made: list[torch.Tensor] = field(default_factory=list)  # by randn
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(_SEED))
 
-    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    def randn(self, *shape: int, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Normally distributed numbers in the dtype."""
         drawn = (torch.randn(shape, generator=self._generator) * scale).to(self.dtype)
         self._made.append(drawn.to(self.device, torch.float64 if self.wide else self.dtype))
         return self._made[-1]
+
+    def rows(self, *shape: int) -> torch.Tensor:
+        """The same, but a thousandth of it in the second row and 0 in the third, where an epsilon counts."""
+        scale = torch.tensor([1.0, 1e-3, 0.0] + [1.0] * shape[0])[: shape[0]]
+        return self.randn(*shape, scale=scale.view(-1, *[1] * (len(shape) - 1)))
 
     def rand(self, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1), float32, on the host."""
@@ -113,57 +118,63 @@ def _products(linear: LinearFn, given: Inputs, *, rows: int, size: int) -> dict[
     """Of rows, and of the norm of a sum, which some products take with it."""
     product = linear(given.randn(rows, size + 8)[:, 8:])
     delta, residual, weight = (given.randn(*shape, size) for shape in ((rows,), (rows,), ()))
-    normed = linear.add_rms_norm(delta, residual, weight, 1e-5) if isinstance(linear, NormingLinear) else None
+    normed = linear.add_rms_norm(delta, residual, weight, 0.1) if isinstance(linear, NormingLinear) else None
     if normed is None:
-        normed = rms_norm(residual.add_(delta), weight, 1e-5)
+        normed = rms_norm(residual.add_(delta), weight, 0.1)
     return {"product": product, "residual": residual, "norm": normed, "product of it": linear(normed)}
 
 
 def _rms_norm(op: OpFn, given: Inputs, *, shape: tuple[int, ...], weight: tuple[int, ...]) -> Results:
-    return {"returned": op(given.randn(*shape[:-1], shape[-1] + 8)[..., 8:], given.randn(*weight), 1e-5)}
+    return {"returned": op(given.rows(*shape[:-1], shape[-1] + 8)[..., 8:], given.randn(*weight), 1e-5)}
 
 
 def _add_rms_norm(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    x, residual = given.randn(rows, size), given.randn(rows, size)
+    x, residual = given.rows(rows, size), given.rows(rows, size)
     return {"returned": op(x, residual, given.randn(size), 1e-5), "residual": residual}
 
 
 def _gated_rms_norm(op: OpFn, given: Inputs, *, rows: int, heads: int, size: int, gating: NormGate) -> Results:
-    x, wide = given.randn(rows, heads, size), given.randn(rows, heads * size + 16)
+    x, wide = given.rows(rows, heads, size), given.randn(rows, heads * size + 16)
     return {"returned": op(x, wide[:, 16:].view(x.shape), given.randn(size), 1e-5, gating)}
 
 
 def _qk_norm_rotary(op: OpFn, given: Inputs, *, rows: int, heads: int, dims: tuple[int, int], norm: bool) -> Results:
-    merged = given.randn(rows, heads + 2, dims[0])
+    merged = given.rows(rows, heads + 2, dims[0])
     op(merged[:, :heads], given.randn(heads, dims[0]) if norm else None, 1e-6, given.cos_sin(rows, dims[1]))
     return {"heads": merged}
 
 
 def _qk_norm_rotary_write(
-    op: OpFn, given: Inputs, *, rows: int, heads: tuple[int, int], dims: tuple[int, int], norm: bool
+    op: OpFn, given: Inputs, *, rows: int, heads: tuple[int, int], dims: tuple[int, int], norm: bool, float8: bool = False
 ) -> Results:
+    """float8: keys and values are stored so, and are numbers that it has, or beyond its largest."""
     query, kv = heads
-    qkv = given.randn(rows, query + 2 * kv, dims[0])
+    qkv = given.rows(rows, query + 2 * kv, dims[0])
     weight, cos_sin = given.randn(query + kv, dims[0]) if norm else None, given.cos_sin(rows, dims[1])
     keys, values, slots = given.randn(40, kv, dims[0]), given.randn(40, kv, dims[0]), given.some_of(40, rows)
+    if float8:
+        qkv.round_().mul_(256)
+        cos_sin.round_()
+        keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
     op(qkv, weight, 1e-6, cos_sin, keys=keys, values=values, slots=slots)
     return {"queries": qkv[:, :query], "keys": keys, "values": values}
 
 
 def _latent_norm_rotary_write(op: OpFn, given: Inputs, *, rows: int, heads: int, dims: tuple[int, int, int]) -> Results:
     rank, rope_dim, nope_dim = dims
-    q, latents = given.randn(rows, heads, nope_dim + rope_dim), given.randn(rows, rank + rope_dim)
+    q, latents = given.randn(rows, heads, nope_dim + rope_dim), given.rows(rows, rank + rope_dim)
     stored, slots = given.randn(40, rank + rope_dim), given.some_of(40, rows)
     op(q, latents, given.randn(rank), 1e-6, given.cos_sin(rows, rope_dim), stored=stored, slots=slots)
     return {"queries": q, "stored": stored}
 
 
-def _gated_silu(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    return {"returned": op(given.randn(rows, 2 * size + 8)[:, 8:])}
+def _gated_silu(op: OpFn, given: Inputs, *, rows: int, size: int, gates: float = 1.0) -> Results:
+    scale = torch.tensor([gates] * (size + 8) + [1.0] * size)
+    return {"returned": op(given.randn(rows, 2 * size + 8, scale=scale)[:, 8:])}
 
 
-def _gated_sigmoid(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    return {"returned": op(given.randn(rows, size), given.randn(rows, size + 8)[:, 8:])}
+def _gated_sigmoid(op: OpFn, given: Inputs, *, rows: int, size: int, gates: float = 1.0) -> Results:
+    return {"returned": op(given.randn(rows, size), given.randn(rows, size + 8, scale=gates)[:, 8:])}
 
 
 def _route(op: OpFn, given: Inputs, *, rows: int, experts: int, routing: Routing, bias: bool) -> Results:
@@ -211,22 +222,24 @@ def _bind_experts(
 
 
 def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int, tied: bool = False) -> Results:
-    """tied: many are the largest, of which the first is to be taken, and none is above 0; every other one is masked."""
+    """tied: many are largest, the first is to be taken, none is above 0, every other one is masked; else a row's is its last."""
     logits = given.randn(rows, size + 8)
+    logits[1:2, -1] = 9.0
     return {"ids": op((given.masked(logits.clamp(max=-1.0)) if tied else logits)[:, 8:])}
 
 
-def _sample_rows(op: OpFn, given: Inputs, *, rows: int, size: int, cuts: Cuts) -> Results:
-    """One row repeated, drawn from in the middle of the kept tokens' shares, so that rounding moves no draw to another token."""
+def _sample_rows(op: OpFn, given: Inputs, *, rows: int, size: int, cuts: Cuts, place: float = 0.5) -> Results:
+    """One row repeated, drawn from within the kept tokens' shares, so that rounding moves no draw to another token."""
     logits = given.randn(1, size, scale=2.0)
-    return _sampled(op, given, logits.expand(rows, -1).contiguous(), [cuts] * rows, _middles(logits[0], cuts).repeat(rows)[:rows])
+    uniform = _places(logits[0], cuts, place).repeat(rows)[:rows]
+    return _sampled(op, given, logits.expand(rows, -1).contiguous(), [cuts] * rows, uniform)
 
 
 def _sample_mixed(op: OpFn, given: Inputs, *, size: int, mixed: str) -> Results:
     """No two rows have the same logits, about half of which are masked, or are sampled alike."""
     rows = _MIXED[mixed]
     logits = given.masked(given.randn(len(rows), size, scale=2.0))
-    return _sampled(op, given, logits, rows, torch.stack([each[len(each) * 2 // 3] for each in map(_middles, logits, rows)]))
+    return _sampled(op, given, logits, rows, torch.stack([each[len(each) * 2 // 3] for each in map(_places, logits, rows)]))
 
 
 def _sampled(op: OpFn, given: Inputs, logits: torch.Tensor, rows: Sequence[Cuts], uniform: torch.Tensor) -> Results:
@@ -236,8 +249,8 @@ def _sampled(op: OpFn, given: Inputs, logits: torch.Tensor, rows: Sequence[Cuts]
     return {"ids": op(logits, SamplingTensors(table=table.to(given.device), most_kept=kept, cut=cut))}
 
 
-def _middles(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Where to draw each token that is kept with no tiny share, by a sort in float64, on the host."""
+def _places(logits: torch.Tensor, cuts: Cuts, place: float = 0.5) -> torch.Tensor:
+    """Where to draw each token that is kept with no tiny share, by a sort in float64, on the host. place: in its share, [0, 1]."""
     temperature, top_k, top_p, min_p = cuts if cuts[0] > 0 else (1.0, 1, 1.0, 0.0)
     values, order = (logits.double().cpu() / temperature).sort(descending=True, stable=True)
     weights = values.softmax(-1)
@@ -247,7 +260,7 @@ def _middles(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     dropped = (weights.cumsum(-1) - weights >= top_p) | (weights < weights[0] * min_p)
     dropped[0] = False
     kept = torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
-    return ((kept.cumsum(0) - kept / 2) / kept.sum())[kept > 1e-3].float()
+    return ((kept.cumsum(0) - kept * (1 - place)) / kept.sum())[kept > 1e-3].float()
 
 
 def _cases(call: Callable[..., Results], names: str, *rows: Sequence[object]) -> tuple[OpCase, ...]:
@@ -318,14 +331,17 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         "rows heads dims norm",
         *((2, (4, 2), (32, 32), True), (9, (16, 8), (128, 128), False), (3, (2, 1), (64, 32), True)),
         *((1, (3, 3), (20, 12), False), (0, (4, 2), (32, 32), False)),
-    ),
+    )
+    + _cases(_qk_norm_rotary_write, "rows heads dims norm float8", (5, (4, 2), (32, 32), False, True)),
     "latent_norm_rotary_write": _cases(
         _latent_norm_rotary_write,
         "rows heads dims",
         *((2, 4, (32, 16, 32)), (9, 16, (512, 64, 128)), (1, 1, (64, 8, 24)), (0, 4, (32, 16, 32))),
     ),
-    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64)),
-    "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64)),
+    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64))
+    + _cases(_gated_silu, "rows size gates", (5, 512, 60.0)),
+    "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64))
+    + _cases(_gated_sigmoid, "rows size gates", (5, 512, 60.0)),
     "route": _cases(
         _route,
         "rows experts routing bias",
@@ -356,6 +372,7 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
     "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))
     + _cases(_greedy, "rows size tied", (3, 64, True), (2, 10001, True)),
     "sample_rows": _cases(_sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in _CUTS))
+    + _cases(_sample_rows, "rows size cuts place", *((5, size, _CUTS[2], place) for size in (64, 4200) for place in (0.01, 0.99)))
     + _cases(_sample_mixed, "size mixed", *((size, mixed) for size in (64, 4200) for mixed in _MIXED)),
 }
 

@@ -1,0 +1,110 @@
+"""Faults of operations at the edges of their inputs, which the kit finds: small rows, large gates, last columns, narrow memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core.testing.test_kits import tried
+
+from enginery.contracts.ops import SamplingTensors
+from enginery.nn import reference_ops
+
+NO_EPS = 1e-12
+EPS_AT = {
+    "rms_norm": 2,
+    "add_rms_norm": 3,
+    "gated_rms_norm": 3,
+    "qk_norm_rotary": 2,
+    "qk_norm_rotary_write": 2,
+    "latent_norm_rotary_write": 3,
+}
+
+
+def without_eps(op: str) -> Callable[..., object]:
+    """The reference with another eps than it is given."""
+    function, place = vars(reference_ops.reference_ops())[op], EPS_AT[op]
+    if op.endswith("_write"):
+        return lambda *given, keys, values, slots: function(
+            *given[:place], NO_EPS, *given[place + 1 :], keys=keys, values=values, slots=slots
+        )
+    return lambda *given: function(*given[:place], NO_EPS, *given[place + 1 :])
+
+
+def latents_without_eps(q, latents, weight, eps, cos_sin, *, stored, slots) -> None:
+    reference_ops.latent_norm_rotary_write(q, latents, weight, NO_EPS, cos_sin, stored=stored, slots=slots)
+
+
+class NormingWithoutEps:
+    """A product that takes the norm before it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.product = reference_ops.bind_linear(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return reference_ops.add_rms_norm(x, residual, weight, NO_EPS)
+
+
+def silu_by_exp(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gate * gate.exp() / (1 + gate.exp()) * up
+
+
+def silu_of_small_gates(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=8)) * up
+
+
+def sigmoid_by_exp(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * gate.exp() / (1 + gate.exp())
+
+
+def keeps_one_more(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
+    table = draws.table.clone()
+    table[1] += table[1] > 0
+    most = min(draws.most_kept + 1, logits.shape[1])
+    return reference_ops.sample_rows(logits, dataclasses.replace(draws, table=table, most_kept=most))
+
+
+def rounding_router(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.linear(x, weight).float()
+
+
+def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None:
+    first = qkv.shape[1] - keys.shape[1]
+    reference_ops.qk_norm_rotary(qkv[:, :first], weight, eps, cos_sin)
+    for stored, rows in ((keys, qkv[:, first - keys.shape[1] : first]), (values, qkv[:, first:])):
+        if stored.dtype.itemsize == 1:  # as GPUs and some versions of torch round what is too large
+            rows = rows.masked_fill(rows.abs() > 464, float("nan"))
+        whole = stored.to(qkv.dtype).index_copy_(0, slots, rows)
+        stored.copy_(whole.to(stored.dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "case", "fault"),
+    [
+        *((op, without_eps(op), "rows 5, ", "wrong numbers") for op in ("add_rms_norm", "gated_rms_norm")),
+        ("rms_norm", without_eps("rms_norm"), "shape 5x768, ", "wrong numbers"),
+        ("rms_norm", lambda x, weight, eps: reference_ops.rms_norm(x, weight, 0), "shape 5x768, ", "NaN"),
+        *((op, without_eps(op), "rows 2, ", "wrong numbers") for op in ("qk_norm_rotary", "qk_norm_rotary_write")),
+        ("latent_norm_rotary_write", latents_without_eps, "rows 2, ", "wrong numbers"),
+        ("bind_linear", NormingWithoutEps, "rows 1, ", "wrong numbers"),
+        ("gated_silu", silu_by_exp, "gates 60.0, ", "NaN"),
+        ("gated_silu", silu_of_small_gates, "gates 60.0, ", "wrong numbers"),
+        ("gated_sigmoid", sigmoid_by_exp, "gates 60.0, ", "NaN"),
+        ("sample_rows", keeps_one_more, "place 0.01, ", "wrong numbers"),
+        ("sample_rows", keeps_one_more, "place 0.99, ", "wrong numbers"),
+        ("greedy", lambda logits: logits[:, :-1].argmax(-1), "rows 2, ", "wrong numbers"),
+        ("bind_router", rounding_router, "bfloat16", "wrong numbers"),
+        ("qk_norm_rotary_write", overflowing_write, "float8 True, ", "NaN"),
+    ],
+)
+def test_a_fault_at_the_edges_of_an_operation_is_found(op: str, function, case: str, fault: str) -> None:
+    rows = [row for row in tried(**{op: function}).rows if row.outcome == "failed"]
+    assert {row.fault for row in rows if case in row.case} == {fault}, [row.message for row in rows]

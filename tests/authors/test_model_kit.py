@@ -109,6 +109,33 @@ def test_a_sum_that_is_taken_twice_is_caught_by_tensor_ranks(folder: Path, monke
     assert outcomes(report) == {"tensor-ranks": "failed"}
 
 
+@pytest.mark.parametrize("counts_copies", [True, False])
+def test_a_norm_over_all_key_heads_that_counts_those_of_several_ranks_twice_is_caught(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, counts_copies: bool
+) -> None:
+    """Two ranks have a KV head each; four have each of them twice."""
+    init = attention.SelfAttention.__init__
+
+    def normed_widely(self, context, *given, spec, **named):
+        init(self, context, *given, spec=spec, **named)
+        of, mine, product = context.facts.layers[spec.global_id], spec.facts, self.qkv
+        copies = of.num_heads * mine.num_kv_heads // (mine.num_heads * of.num_kv_heads)
+        size = of.num_kv_heads * of.head_dim * (1 if counts_copies else copies)
+
+        def normed(x):
+            made = product(x)
+            keys = made[:, mine.num_heads * mine.head_dim :][:, : mine.num_kv_heads * mine.head_dim]
+            keys.mul_((context.comm.sum(keys.square().sum(-1, keepdim=True)) / size).rsqrt())
+            return made
+
+        self.qkv = normed
+
+    monkeypatch.setattr(attention.SelfAttention, "__init__", normed_widely)
+    (row,) = tried(folder, only="ranks").rows
+    assert row.outcome == ("failed" if counts_copies else "passed"), row.message
+    assert not counts_copies or "4 ranks are " in row.message
+
+
 def test_what_does_not_cross_is_caught_by_pipeline_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Decoder._begin
 

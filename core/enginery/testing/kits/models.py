@@ -219,7 +219,7 @@ def _distance(got: Logprobs, wanted: Logprobs) -> float:
     return sum(gaps) / max(len(gaps), 1)
 
 
-ModelCheck = tuple[str, str, Callable[[ModelSubject], None]]
+ModelCheck = tuple[str, str, Callable[[ModelSubject], str | None]]
 
 _WAYS: Final[tuple[ModelCheck, ...]] = (
     ("builds", "float32, every weight found", lambda subject: subject.open().close()),
@@ -234,6 +234,10 @@ _REFERENCES: Final[tuple[ModelCheck, ...]] = (
     ("bfloat16", "transformers in bfloat16, by relative error", _bfloat16),
 )
 _RANKS: Final[tuple[ModelCheck, ...]] = (  # threads of this process, on the CPU
-    ("tensor-ranks", "two tensor ranks", lambda subject: tensor_ranks(subject.folder, subject.config, subject.prompts[2])),
+    (
+        "tensor-ranks",
+        "two tensor ranks, and two to each KV head",
+        lambda subject: tensor_ranks(subject.folder, subject.config, subject.prompts[2]),
+    ),
     ("pipeline-stages", "two stages", lambda subject: pipeline_stages(subject.folder, subject.config, subject.prompts[2])),
 )

@@ -12,7 +12,7 @@ from engine.test_graphs import AgainAndAgain
 from few_checks import ABOUT_PLANS, few
 from pairwise import spread
 
-from enginery.api import STATE, AttnLayerFacts, Phase, RecurrentFacts, Unsupported
+from enginery.api import STATE, Accepted, AttnLayerFacts, Phase, RecurrentFacts, Unsupported
 from enginery.testing.cases import AttnCase
 from enginery.testing.check_plans import CapturedCall, verifies_captured
 from enginery.testing.conformance import Check, checks_of
@@ -159,6 +159,24 @@ def test_a_kernel_does_not_start_before_weights_that_it_reads_early_are_made(mon
     for _ in range(2):
         bench.call(bench.inputs([], batch.num_tokens), batch, batch.plan, bench.guarded_out(batch.num_tokens)[1:-1])
     assert chained == [False, True]
+
+
+@interpreted
+def test_the_first_kernels_of_a_commit_wait_for_the_rows_that_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are made on the device just before, and read before a kernel waits for the one in front of it."""
+    chained: list[tuple[int, bool]] = []
+    monkeypatch.setattr(plan, "can_chain", lambda device: True)
+    bench = bench_of(rule="delta", decay="head")
+    batch = bench.relay.plan(bench.batch(bench.turns([(5, 3), (0, 3)]), Phase.VERIFY))
+    assert batch.plan.verified is not None
+    mixed, gates = bench.inputs(bench.turns([(5, 3), (0, 3)]), batch.num_tokens)
+    layers = [dataclasses.replace(bench.layer, local_id=number) for number in range(2)]
+    bench.backend._unsettled[batch.plan] = {layer.local_id: backend.Kept(layer, mixed, gates) for layer in layers}
+    monkeypatch.setattr(
+        bench.backend, "advance_rows", lambda mixed, gates, layer, rows, out: chained.append((layer.local_id, rows.chained))
+    )
+    bench.leaf.ask("commit_state", plan=batch.plan, accepted=Accepted(counts=torch.tensor([1, 2])))
+    assert chained == [(0, False), (1, True)]
 
 
 @interpreted

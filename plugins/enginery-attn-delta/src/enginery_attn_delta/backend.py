@@ -163,11 +163,13 @@ class DeltaAttention:
         if unsettled is None:
             raise StalePlan(f"the states of the plan made for {plan.key} were committed before, or no layer has advanced with it")
         groups = plan.verified.standing(accepted.counts[: plan.verified.num_requests])
+        after = [dataclasses.replace(rows, chained=False) for rows in groups]  # the first kernels read what was made just now
         for layer, mixed, gates in unsettled.values():
             facts, _ = facts_of(layer)
             out = mixed.new_empty(len(mixed), facts.value_heads, facts.value_dim)  # which nobody reads
-            for rows in groups:
+            for rows in after:
                 self.advance_rows(mixed, gates, layer, rows, out)
+            after = groups
         return True
 
 

@@ -114,6 +114,15 @@ def test_what_a_rank_that_lost_another_said_is_told_where_no_other_broke() -> No
         rank.close(linger=0)
 
 
+def test_while_ranks_are_awaited_the_start_says_so(registry: Registry) -> None:
+    said: list[str] = []
+    with pytest.raises(EnginError, match="no room for ranks"):
+        Engine.build(options(executor="broken"), registry, lambda progress: said.append(progress.phase))
+    assert said == ["ranks"]
+    Engine.build(options(tp=1), registry, lambda progress: said.append(progress.phase)).close()
+    assert said.count("ranks") == 1
+
+
 def test_one_that_fails_or_gives_nothing_is_named(registry: Registry) -> None:
     with pytest.raises(EnginError, match=r"placing.* built None, which is no RunningRanks: it has no boot, name"):
         Engine.build(options(executor="empty"), registry)

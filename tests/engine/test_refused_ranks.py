@@ -37,7 +37,7 @@ def test_another_model_on_another_host_is_refused_before_weights(
     phases: list[str] = []
     with pytest.raises(EnginError, match=r"(?s)the ranks of this engine are not alike:.*checkpoint is \w+ on rank 1, and \w+ on"):
         Engine.build(asked, registry, lambda progress: phases.append(progress.phase))
-    assert set(phases) == {"choice"}
+    assert set(phases) == {"ranks", "choice"}
 
 
 def test_other_plugins_on_another_host_are_refused_before_weights(
@@ -57,7 +57,7 @@ def test_other_plugins_on_another_host_are_refused_before_weights(
     phases: list[str] = []
     with pytest.raises(EngineDied, match=r"(?s)rank 1 .* failed: this process does not have the plugins.*only-here.*not installed"):
         Engine.build(asked, Registry.load(), lambda progress: phases.append(progress.phase))
-    assert set(phases) == {"choice"}
+    assert set(phases) == {"ranks", "choice"}
 
 
 def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) -> None:

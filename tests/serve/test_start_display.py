@@ -130,7 +130,7 @@ def test_reasons_are_in_the_debug_log(tmp_path: Path) -> None:
 
 
 def test_every_phase_that_has_words_exists() -> None:
-    phases = {*get_args(StartPhase), "process", "imports"}
+    phases = {*get_args(StartPhase), "process", "imports", "ranks"}
     assert set(start_display._TEXTS) <= phases
 
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import ReportProgress, report_to_nobody
+from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
@@ -137,6 +137,8 @@ class Engine:
         what starts the processes of other ranks; None: what `--executor` names. found: what `find_checkpoint` gave before.
         grammars: load what compiles them, which takes seconds for a large vocabulary; else the first request for one does.
         """
+        if asked.num_ranks > 1:
+            report(BuildProgress(phase="ranks"))
         with begun_ranks(asked, registry, launch) as others:
             own, place = (asked, ALONE) if others is None else (others.options, others.place)
             parts = build_parts(own, registry, report, place=place, found=found)

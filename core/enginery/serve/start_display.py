@@ -24,6 +24,7 @@ EVERY_S: Final = 5.0
 _TEXTS: Final = {
     "process": "starting the engine's process",
     "imports": "importing what the engine needs",
+    "ranks": "waiting for the other ranks",
     "weights": "reading weights",
     "pool": "allocating the KV cache",
     "warm up": "running each kind of step once, compiling what is not compiled",

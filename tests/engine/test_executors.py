@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -14,11 +15,13 @@ from engine.rank_pair import request, serve
 from installed import install
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import LaunchPlan
+from enginery.contracts.parallel import ExecutorSpec, LaunchPlan
 from enginery.engine.engine import Engine
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.keys import RankKey
 from enginery.engine.ranks.local import LocalRanks
 from enginery.engine.ranks.watch import Watch
+from enginery.engine.ranks.wires import wires_of
 from enginery.errors import ConfigError, EngineDied, EnginError, PluginError
 from enginery.plugin.registry import Registry
 from enginery.worker.ranks.gloo import Standing
@@ -121,6 +124,17 @@ def test_while_ranks_are_awaited_the_start_says_so(registry: Registry) -> None:
     assert said == ["ranks"]
     Engine.build(options(tp=1), registry, lambda progress: said.append(progress.phase)).close()
     assert said.count("ranks") == 1
+
+
+def test_only_ranks_that_join_by_hand_need_a_key_file_beside_the_address() -> None:
+    """Another executor brings a new key to its ranks."""
+    asked = options(executor="brings", listen="tcp://127.0.0.1:0")
+    spec = ExecutorSpec(name="brings", api=(2, 1), launch=lambda plan: plan.start([]), summary="a key", listen=str)
+    wires = wires_of(asked, spec)
+    wires.close()
+    assert RankKey(wires.key).text == wires.key
+    with pytest.raises(ConfigError, match="lets nobody in; engine rank --new-key FILE"):
+        wires_of(asked, dataclasses.replace(spec, name="join"))
 
 
 def test_one_that_fails_or_gives_nothing_is_named(registry: Registry) -> None:

@@ -133,7 +133,7 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
                 "give --executor join, or leave them out"
             )
         return HostWires()
-    if asked.rank_key_file is None and asked.listen is not None:
+    if asked.rank_key_file is None and asked.listen is not None and executor.name == "join":  # others bring it to their ranks
         raise ConfigError("--listen without --rank-key-file lets nobody in; engine rank --new-key FILE makes a key")
     key = RankKey.new() if asked.rank_key_file is None else RankKey.read(asked.rank_key_file)
     return TcpWires(executor.listen(asked.listen), key, deadline_s=asked.step_deadline, replica=asked.dp_rank)

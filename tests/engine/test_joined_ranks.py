@@ -289,6 +289,10 @@ def test_a_killed_rank_ends_the_engine_with_that_cause(
     how = r"was killed by SIGKILL, as the kernel does" if whom == "rank" else "was lost: its connection is closed"
     assert re.match(rf"rank 1 \(.* process {members[0].process.pid}\) {how}", str(died.value))
     engine.close()
+    if whom == "rank":
+        code, said = members[0].end()
+        assert code == 128 + signal.SIGKILL
+        assert "rank 1 was killed by SIGKILL, as the kernel does when memory runs out; dmesg tells" in said.splitlines()[-1]
     _, alive = psutil.wait_procs([rank, psutil.Process(members[0].process.pid)] if whom == "command" else [rank], timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 

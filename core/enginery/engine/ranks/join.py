@@ -15,6 +15,7 @@ import dataclasses
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class _Member:
                 self._take(message)
             for death in [] if self._ranks is None else self._ranks.poll():
                 self._tell(death)
+                print(f"rank {death.rank} {death.how}", file=sys.stderr, flush=True)
                 return death.exit_code
 
     def end(self) -> None:

@@ -49,7 +49,7 @@ class LocalRanks:
                 self._told.add(rank)
                 self._relays[rank - self._first].join(_LAST_WORDS_S)  # a process of its own may keep its stderr open
                 said = tuple(self._said[rank - self._first]) if self._is_elsewhere else ()
-                deaths.append(Death(rank, abs(code), how_it_ended(code), said))
+                deaths.append(Death(rank, code if code >= 0 else 128 - code, how_it_ended(code), said))
         return deaths
 
     def dump_stacks(self) -> None:

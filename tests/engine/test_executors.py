@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from engine.rank_pair import request, serve
 from installed import install
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ExecutorSpec, LaunchPlan
+from enginery.contracts.parallel import Death, ExecutorSpec, LaunchPlan
 from enginery.engine.engine import Engine
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.keys import RankKey
@@ -115,6 +117,47 @@ def test_what_a_rank_that_lost_another_said_is_told_where_no_other_broke() -> No
     finally:
         watch.end(grace_s=0.0)
         rank.close(linger=0)
+
+
+class HeldRanks:
+    """Implements `RunningRanks` by one rank that is dead, whose executor does not come back while it ends what it placed."""
+
+    def __init__(self, death: Death) -> None:
+        self._deaths = [death]
+        self.ends, self.may_end = threading.Event(), threading.Event()
+
+    def boot(self, rank: int, frame: bytes) -> None:
+        pass
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def poll(self) -> list[Death]:
+        return [self._deaths.pop()] if self._deaths else []
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def end(self, *, grace_s: float) -> None:
+        self.ends.set()
+        assert self.may_end.wait(30)
+        raise OSError("the cluster is gone")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_cause_is_told_before_the_executor_has_ended_what_it_placed() -> None:
+    """As where a cluster is gone. Exchanges are ended even if it fails then."""
+    ranks, standing = HeldRanks(Death(1, 1, "was lost", ())), Standing()
+    reports = zmq.Context.instance().socket(zmq.PULL)
+    reports.bind("inproc://reports-of-the-held")
+    watch = Watch(lambda plan: ranks, ["cpu"], reports=reports, deadline_s=20.0, standing=standing, joining=None)
+    try:
+        assert ranks.ends.wait(20)
+        assert re.match("rank 1 was lost, in", str(watch.cause))
+    finally:
+        ranks.may_end.set()
+        watch.end(grace_s=0.0)
+    assert standing.is_severed
 
 
 def test_while_ranks_are_awaited_the_start_says_so(registry: Registry) -> None:

@@ -119,7 +119,6 @@ class Watch:
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 running.dump_stacks()
                 time.sleep(_LAST_WORDS_S)
-                running.end(grace_s=0.0)
                 self._fail(EngineDied(hung))
 
     def _listen(self, link: Link, seconds: float, *, until_silent: bool = True) -> None:
@@ -154,9 +153,12 @@ class Watch:
         return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}{lost}")
 
     def _fail(self, cause: EnginError) -> None:
-        if self.running is not None:
-            self.running.end(grace_s=0.0)
+        """The cause first: to end ranks takes as long as their executor likes. Who is told it waits for that in `end`."""
         with self._changed:
             self.cause = self.cause or cause
             self._changed.notify_all()
-        self._standing.sever()
+        try:
+            if self.running is not None:
+                self.running.end(grace_s=0.0)
+        finally:
+            self._standing.sever()

@@ -6,12 +6,19 @@ this process ── actor: start `engine rank --join` ──> node      one task
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from typing import Any, Final
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -23,6 +30,10 @@ _PLACE_S: Final = 120.0  # until Ray has room; an autoscaling cluster may start 
 _SOON_S: Final = 5.0  # then it is said that there is none yet
 _LOOK_S: Final = 0.5
 _LAST_LINES: Final = 12
+_ANSWER_S: Final = 20.0  # for what Ray does at once
+_END_S: Final = 2.0  # for what it does by itself when this process ends
+_REACH_S: Final = 5.0  # a cluster that begins may not listen yet
+_AnswerT = TypeVar("_AnswerT")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -44,12 +55,12 @@ def place(plan: LaunchPlan) -> RunningRanks:
     assert plan.joining is not None, "this executor listens"
     _connect()
     needs: list[dict[str, float]] = [{"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1} for device in plan.devices]
-    group = placement_group(needs, strategy="SPREAD")
+    group = _asked(lambda: placement_group(needs, strategy="SPREAD"), _ANSWER_S)
     try:
         placed = _Placed(group, plan.joining, needs)
         return RayRanks(plan.joining.wait(placed.look), placed)
     except BaseException:
-        remove_placement_group(group)  # with the actors in it
+        _remove(group)
         raise
 
 
@@ -117,13 +128,13 @@ class _Placed:
     def end(self) -> None:
         """All of them, by force."""
         if self._group is not None:
-            remove_placement_group(self._group)
+            _remove(self._group)
             self._group = None
 
     def _look_for_room(self) -> None:
         if self._has_room or time.monotonic() - self._looked_s < _LOOK_S:
             return
-        self._has_room = placement_group_table(self._group)["state"] == "CREATED"
+        self._has_room = _asked(lambda: placement_group_table(self._group)["state"] == "CREATED", _ANSWER_S)
         waited_s = time.monotonic() - self._asked_s
         if not self._has_room and waited_s > _PLACE_S:
             raise NoRoom(f"Ray has had no room for {self._asked} in {_PLACE_S:g} s; ray status tells what it has")
@@ -133,7 +144,7 @@ class _Placed:
 
     def _death(self, rank: int, run: Any) -> Death:
         try:
-            code, last_lines = ray.get(run)
+            code, last_lines = ray.get(run, timeout=_END_S)
         except ray.exceptions.RayError as error:
             return Death(rank, 1, f"was lost by Ray: {str(error).strip().splitlines()[0]}", ())
         return Death(rank, code, f"ended with exit code {code}", last_lines)
@@ -158,12 +169,51 @@ class _Rank:
         return process.returncode, tuple(last)
 
 
+def _asked(ask: Callable[[], _AnswerT], seconds: float) -> _AnswerT:
+    """What Ray answers. Raises `EnginError` when it does not in this time: where a cluster is gone, calls never come back."""
+    answer: Future[_AnswerT] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # the boundary of the thread
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="asks Ray", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise EnginError(f"the Ray cluster has not answered for {seconds:g} s; ray status tells whether it still runs") from error
+
+
+def _remove(group: PlacementGroup) -> None:
+    """With the actors in it. Ray does it too when this process ends, so whatever hinders it now is no matter."""
+    with contextlib.suppress(EnginError, ray.exceptions.RayError, RuntimeError):
+        _asked(lambda: remove_placement_group(group), _END_S)
+
+
 def _connect() -> None:
     """To the cluster that RAY_ADDRESS names, or that runs here."""
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        return
+    try:
+        _reach(os.environ.get("RAY_ADDRESS", ""))
+        ray.init(address="auto", log_to_driver=False, logging_level="warning")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EnginError(
+            f"there is no Ray cluster to put ranks on ({error}); start one by `ray start --head`, or set RAY_ADDRESS"
+        ) from error
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` where nobody listens: Ray would try for ever. Of an address that is no HOST:PORT Ray knows more."""
+    found = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address)
+    end_s = time.monotonic() + _REACH_S
+    while found is not None:
         try:
-            ray.init(address="auto", log_to_driver=False, logging_level="warning")
-        except ConnectionError as error:
-            raise EnginError(
-                f"there is no Ray cluster to put ranks on ({error}); start one by `ray start --head`, or set RAY_ADDRESS"
-            ) from error
+            socket.create_connection((found[1], int(found[2])), timeout=_REACH_S).close()
+            break
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > end_s:
+                raise OSError(f"nothing has answered at RAY_ADDRESS {address} for {_REACH_S:g} s: {error}") from error
+            time.sleep(_LOOK_S)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -149,6 +151,103 @@ def test_whatever_the_server_has_is_there(url: str) -> None:
         assert http.post("/v1/completions", content=b"no JSON").status_code == 400
 
 
+def raw_answer(url: str, target: bytes, *headers: bytes) -> tuple[int, bytes]:
+    """Of a GET that is sent as it is: no library has changed its path."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        lines = [b"GET " + target + b" HTTP/1.1", b"Host: engines", b"Connection: close", *headers]
+        connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    return int(answer.split()[1]), answer
+
+
+@pytest.mark.parametrize("target", [b"//anything/v1/models", b"/x/../v1/models", b"/v1/models%2F", b"/v1/%252e%252e/models"])
+def test_a_path_reaches_the_engine_as_it_was_asked_for(target: bytes, url: str) -> None:
+    """Through Ray it is what the engine itself says: a library that tidied it would find `/v1/models`."""
+    own_port = next(at.laddr.port for at in servers()[0].net_connections("tcp") if at.status == psutil.CONN_LISTEN)
+    assert raw_answer(f"http://127.0.0.1:{own_port}", target)[0] == raw_answer(url, target)[0] == 404
+    assert raw_answer(url, b"/v1/models?" + target)[0] == 200
+
+
+def test_a_header_that_is_not_ascii_reaches_the_engine(url: str) -> None:
+    status, answer = raw_answer(url, b"/v1/models", b"X-Name: J\xf6rg", b"X-Request-ID: named")
+    assert status == 200, answer
+    assert b"x-request-id: named" in answer.lower()
+
+
+def test_json_that_is_nested_too_deeply_is_refused_in_the_engine_s_words(url: str) -> None:
+    body = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    refused = httpx.post(f"{url}/v1/completions", content=body, timeout=60, trust_env=False)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.usefixtures("with_ray")
+@pytest.mark.parametrize(
+    ("cause", "expected", "told"),
+    [("EngineEnded", 503, "no engine answers"), ("NotHTTP", 400, "a newline"), ("KeyError", 500, "the log of Front tells why")],
+)
+def test_another_engine_is_asked_where_one_has_ended_and_for_nothing_else(cause: str, expected: int, told: str) -> None:
+    import ray
+
+    from enginery_executor_ray import serving
+
+    error = getattr(serving, cause, KeyError)("a newline")
+    asked: list[object] = []
+
+    async def answer(request: object) -> AsyncIterator[object]:
+        asked.append(request)
+        raise ray.exceptions.RayTaskError("answer", "a traceback", error, proctitle="p", pid=1, ip="127.0.0.1")
+        yield
+
+    response = fronted(answer)
+    assert response.status_code == expected
+    assert told in json.loads(response.body)["error"]["message"]
+    assert len(asked) == (3 if expected == 503 else 1)
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_headers_of_an_answer_come_as_the_engine_gave_them() -> None:
+    headers = [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=\xf6")]
+
+    async def answer(_: object) -> AsyncIterator[object]:
+        yield 204, headers
+
+    response = fronted(answer)
+    assert (response.status_code, response.raw_headers) == (204, headers)
+
+
+def fronted(answer: Callable[[object], AsyncIterator[object]]) -> Any:
+    """What `Front` makes of a request, where that answers in place of a replica."""
+    from enginery_executor_ray import serving
+
+    handle = SimpleNamespace(options=lambda stream: SimpleNamespace(answer=SimpleNamespace(remote=answer)))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+    return asyncio.run(serving.Front.func_or_class(handle)(serving.Request(scope, receive=nothing_more)))
+
+
+async def nothing_more() -> dict[str, object]:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+@pytest.mark.usefixtures("with_ray")
+@pytest.mark.parametrize(
+    ("raw", "prefix", "query", "target"),
+    [
+        (b"/scaled/v1/models", "/scaled", b"", b"/v1/models"),
+        (b"/sc%61led//v1%252F", "/scaled", b"a=%2f", b"//v1%252F?a=%2f"),
+        (b"/scaled", "/scaled", b"", b"/"),
+        (b"/x/../v1/models", "", b"", b"/x/../v1/models"),
+        (None, "/scaled", b"", b"/v1/a%20b"),
+    ],
+)
+def test_the_prefix_of_the_application_is_left_out_and_nothing_else(
+    raw: bytes | None, prefix: str, query: bytes, target: bytes
+) -> None:
+    from enginery_executor_ray.serving import target_of
+
+    assert target_of({"root_path": prefix, "raw_path": raw, "path": "/scaled/v1/a b", "query_string": query}) == target
+
+
 @pytest.mark.usefixtures("with_ray")
 def test_equal_beginnings_look_alike_to_the_router() -> None:
     from enginery_executor_ray.serving import prompt_of
@@ -158,6 +257,7 @@ def test_equal_beginnings_look_alike_to_the_router() -> None:
     assert second.startswith(first[:-1])
     assert prompt_of(b'{"prompt": "hello"}') == "hello"
     assert [prompt_of(body) for body in (b"", b"no JSON", b"[1]", b"{}")] == [""] * 4
+    assert prompt_of(b"[" * 100_000) == prompt_of(b'{"prompt": ' + b"[" * 100_000) == ""
 
 
 @pytest.mark.usefixtures("with_ray")

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 import httpx
 import ray
@@ -60,7 +61,7 @@ _METRICS_S: Final = 2.0
 _LOOK_BACK_S: Final = 10.0
 _MOST_REQUESTS: Final = 100_000  # the engine has its own bounds, and says so
 _LAST_LINES: Final = 12
-_HOP_BY_HOP: Final = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
+_HOP_BY_HOP: Final = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding", b"upgrade"}
 _METRICS: Final = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -71,11 +72,22 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of HTTP. prompt: what Ray's router compares with earlier requests."""
+    """A request of HTTP. target: the path and the query, as they came. prompt: what Ray's router compares with earlier requests."""
+
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+
+class EngineEnded(RuntimeError):
+    """The server of this replica does not answer any more, and told nothing of a request."""
+
+
+class NotHTTP(RuntimeError):
+    """A request that Ray's proxy took, and that breaks the rules of HTTP."""
+
 
     method: str
-    path: str
-    headers: tuple[tuple[str, str], ...]
+    target: bytes
+    headers: Headers
     body: bytes
     prompt: str
 
@@ -108,23 +120,33 @@ class Engine:
     async def answer(self, asked: Asked) -> AsyncIterator[object]:
         """Status and headers first, then the body as it comes. Whoever stops listening ends the request.
 
-        What comes within `_GATHER_S` is one message: Ray needs milliseconds of a processor for each, however small.
+        What comes within `_GATHER_S` is one message: Ray needs milliseconds of a processor for each, however small. Raises
+        `EngineEnded`, and `NotHTTP` for a request that cannot be passed on byte for byte.
         """
-        headers = [(name, value) for name, value in asked.headers if name not in _HOP_BY_HOP]
-        async with self._client.stream(asked.method, asked.path, headers=headers, content=asked.body) as response:
-            yield response.status_code, [(name, value) for name, value in response.headers.items() if name not in _HOP_BY_HOP]
-            parts: asyncio.Queue[bytes | None] = asyncio.Queue()
-            reading = asyncio.create_task(_read(response, parts))
-            try:
-                while (part := await parts.get()) is not None:
-                    await asyncio.sleep(_GATHER_S)
-                    rest = [parts.get_nowait() for _ in range(parts.qsize())]
-                    yield b"".join((part, *filter(None, rest)))
-                    if None in rest:
-                        break
-                await reading
-            finally:
-                reading.cancel()
+        extensions = {"target": asked.target, "timeout": httpx.Timeout(None).as_dict()}
+        passed = [(name, value) for name, value in asked.headers if name not in _HOP_BY_HOP]
+        request = httpx.Request(asked.method, self._client.base_url, headers=passed, content=asked.body, extensions=extensions)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.LocalProtocolError as error:
+            raise NotHTTP(f"this request cannot be passed on: {error}") from None
+        except httpx.TransportError as error:
+            raise EngineEnded(repr(error)) from None
+        parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        reading = asyncio.create_task(_read(response, parts))
+        try:
+            told = ((name.lower(), value) for name, value in response.headers.raw)
+            yield response.status_code, [(name, value) for name, value in told if name not in _HOP_BY_HOP]
+            while (part := await parts.get()) is not None:
+                await asyncio.sleep(_GATHER_S)
+                rest = [parts.get_nowait() for _ in range(parts.qsize())]
+                yield b"".join((part, *filter(None, rest)))
+                if None in rest:
+                    break
+            await reading
+        finally:
+            reading.cancel()
+            await response.aclose()
 
     async def check_health(self) -> None:
         """Raise when the server counts as stuck; Ray calls it again and again, and starts another replica then."""
@@ -180,31 +202,55 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Any request, to the engine that the router chooses."""
-        body = await request.body()
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))  # of an application with a route_prefix
-        path += f"?{request.url.query}" if request.url.query else ""
-        prompt = prompt_of(body) or path  # Ray's router divides by its length
-        asked = Asked(request.method, path, tuple(request.headers.items()), body, prompt)
+        body, target = await request.body(), target_of(request.scope)
+        prompt = prompt_of(body) or target.decode("latin-1")  # Ray's router divides by its length
+        asked = Asked(request.method, target, request.headers.raw, body, prompt)
         for _ in range(_TRIES):
             parts = self._answers.remote(asked)
             try:
                 status, found = await anext(parts)
-            except (ray.exceptions.RayError, httpx.TransportError) as error:  # the engine has ended, and nothing was told yet
+            except ray.exceptions.RayError as error:  # nothing was told yet
+                if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error.cause, EngineEnded):
+                    return _not_passed_on(error)
                 _log.warning("a request goes to another engine: %s", error)
                 continue
-            return StreamingResponse(parts, status_code=status, headers=dict(found))
-        problem = {"error": {"message": "no engine answers; try again", "type": "overloaded_error", "param": None, "code": None}}
-        return JSONResponse(problem, status_code=503, headers={"Retry-After": "1"})
+            response = StreamingResponse(parts, status_code=status)
+            response.raw_headers = found
+            return response
+        return _problem(503, "no engine answers; try again", "overloaded_error", {"Retry-After": "1"})
+
+
+def _not_passed_on(error: ray.exceptions.RayTaskError) -> Response:
+    """Another engine would not do better."""
+    if isinstance(error.cause, NotHTTP):
+        return _problem(400, str(error.cause), "invalid_request_error")
+    _log.error("a request failed on its way to an engine: %s", error)
+    return _problem(500, "the request failed on its way to an engine; the log of Front tells why", "server_error")
+
+
+def _problem(status: int, message: str, kind: str, headers: Mapping[str, str] | None = None) -> Response:
+    problem = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(problem, status_code=status, headers=headers)
+
+
+def target_of(scope: Mapping[str, Any]) -> bytes:
+    """What an ASGI request is for, byte for byte, without the route_prefix of this application."""
+    prefix, query = scope.get("root_path", ""), scope.get("query_string", b"")
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    most = min(len(raw), 3 * len(prefix.encode()))  # each byte may be written as %xx
+    end = next((end for end in range(most + 1) if unquote(raw[:end].decode("latin-1")) == prefix), 0)
+    return (raw[end:] or b"/") + (b"?" + query if query else b"")
 
 
 def prompt_of(body: bytes) -> str:
     """Text with the same beginning where prompts, or conversations, have the same."""
     try:
         asked = json.loads(body) if body else {}
-    except ValueError:
+        names = ("messages", "prompt", "input") if isinstance(asked, dict) else ()
+        given = next((asked[name] for name in names if name in asked), "")
+        return given if isinstance(given, str) else json.dumps(given)
+    except (ValueError, RecursionError):
         return ""  # which the engine refuses in its own words
-    given = next((asked[name] for name in ("messages", "prompt", "input") if name in asked), "") if isinstance(asked, dict) else ""
-    return given if isinstance(given, str) else json.dumps(given)
 
 
 def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

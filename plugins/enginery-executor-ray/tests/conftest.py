@@ -17,9 +17,14 @@ def with_ray() -> Any:
 
 @pytest.fixture(scope="session")
 def cluster(with_ray: Any) -> Iterator[None]:
-    """With eight processors and four GPUs, whatever the machine has: ranks that wait take none, and nothing computes on a GPU."""
+    """With eight processors and four GPUs, whatever the machine has: ranks that wait take none, and nothing computes on a GPU.
+
+    A key of an API is in its environment, as where the cluster was started by somebody who has one.
+    """
     ray = with_ray
     os.environ["RAY_AUTH_MODE"] = "disabled"  # of this machine alone
-    ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINERY_API_KEY", "a-key")
+        ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
     yield
     ray.shutdown()

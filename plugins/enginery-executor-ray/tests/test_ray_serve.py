@@ -181,6 +181,21 @@ def test_json_that_is_nested_too_deeply_is_refused_in_the_engine_s_words(url: st
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_an_engine_has_no_key_and_ends_with_its_replica(url: str) -> None:
+    """Ray itself has a key in its environment, as `cluster` says. What kills the replica leaves it no time to do anything."""
+    assert httpx.get(f"{url}/metrics", timeout=60, trust_env=False).status_code == 200
+    victim = servers()[0]
+    children = victim.children(recursive=True)
+    assert children
+    assert "enginery_executor_ray.tied" in victim.cmdline(), "some versions of Ray do not end what a replica started"
+    victim.parent().kill()
+    assert not psutil.wait_procs([victim, *children], timeout=20)[1]
+    end_s = time.monotonic() + 60
+    while len(servers()) < 2:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+
+
 @pytest.mark.usefixtures("with_ray")
 @pytest.mark.parametrize(
     ("cause", "expected", "told"),
@@ -315,6 +330,20 @@ def test_arguments_are_options_and_true_and_false_are_switches() -> None:
 
     given = {"tp": 2, "ep": "true", "prefix_cache": False, "model": "m"}
     assert options_of(given) == ["--tp=2", "--ep", "--no-prefix-cache", "--model=m"]
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_metrics_that_are_refused_are_not_none_at_all() -> None:
+    """Ray would think that nobody asks anything of this engine, and end it."""
+    from enginery_executor_ray.serving import Engine
+
+    engine = SimpleNamespace(_client=httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(refuse)))
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        asyncio.run(Engine.record_autoscaling_stats(engine))
+
+
+def refuse(_: httpx.Request) -> httpx.Response:
+    return httpx.Response(401)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -45,6 +45,7 @@ _OWN: Final = {  # by name, what each is unless given, and what it is at least
 _REFUSED: Final = frozenset(
     {"host", "port", "uds", "dp", "api_key", "api_key_file"}
 )  # Ray's proxy and its replicas are in their place
+_KEYS: Final = "ENGINERY_API_KEY"  # which this module does not have, and needs for the metrics
 _ROUTERS: Final = (  # the first has the name that Ray promises, but some of its versions import vLLM there
     "ray.serve.llm.request_router",
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
@@ -97,10 +98,12 @@ class Engine:
 
     def __init__(self, flags: Mapping[str, object]) -> None:
         self._is_over = False
-        environ = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        environ = {name: value for name, value in os.environ.items() if name != _KEYS}
+        environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        tied = [sys.executable, "-P", "-m", "enginery_executor_ray.tied"]
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "enginery", "serve", "--host=127.0.0.1", "--port=0", *options_of(flags)],
-            stdin=subprocess.DEVNULL,
+            [*tied, "enginery", "serve", "--host=127.0.0.1", "--port=0", *options_of(flags)],
+            stdin=subprocess.PIPE,  # open as long as this process lives
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -154,7 +157,8 @@ class Engine:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Of the engine's own metrics those that `num_replicas` reads."""
-        text = (await self._client.get("/metrics", timeout=_HEALTH_S)).text
+        answer = await self._client.get("/metrics", timeout=_HEALTH_S)
+        text = answer.raise_for_status().text  # what is not known is not nothing
         found = dict.fromkeys(_METRICS.values(), 0.0)
         for name, value in re.findall(r"^([a-z:_]+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             if name in _METRICS:

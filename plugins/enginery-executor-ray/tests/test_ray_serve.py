@@ -308,6 +308,7 @@ def test_engines_are_as_many_as_their_metrics_ask_for(
     ("given", "told"),
     [
         ({"port": "1", "api_key": "k"}, "api_key, port: Ray Serve listens"),
+        ({"ssl_certfile": "a", "ssl-keyfile": "b"}, "ssl_certfile, ssl_keyfile: Ray Serve listens"),
         ({"min_replicas": "x"}, "min_replicas is 'x', but must be a whole number from 1 on"),
         ({"min_replicas": "0"}, "min_replicas is '0', but must be a whole number from 1 on"),
         ({"target_requests": 0}, "target_requests is 0, but must be a whole number from 1 on"),
@@ -330,6 +331,20 @@ def test_arguments_are_options_and_true_and_false_are_switches() -> None:
 
     given = {"tp": 2, "ep": "true", "prefix_cache": False, "model": "m"}
     assert options_of(given) == ["--tp=2", "--ep", "--no-prefix-cache", "--model=m"]
+    off = {"ep": False, "no_plugins": "false", "check-attention": False, "revision": None, "no_such": False}
+    assert options_of({**off, "allow_origin": ["a", "b"]}) == ["--no-no-such", "--allow-origin=a", "--allow-origin=b"]
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_switches_that_are_left_out_are_those_that_cannot_be_turned_off() -> None:
+    """By the page of all options."""
+    from enginery_executor_ray.serving import _ON_ALONE
+
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    for name in _ON_ALONE:
+        flag = name.replace("_", "-")
+        assert f"`--{flag}`" in page
+        assert f"--no-{flag}" not in page
 
 
 @pytest.mark.usefixtures("with_ray")

@@ -42,9 +42,12 @@ _OWN: Final = {  # by name, what each is unless given, and what it is at least
     "downscale_delay_s": (600, 0),
     "gpus": (0, 0),
 }
-_REFUSED: Final = frozenset(
-    {"host", "port", "uds", "dp", "api_key", "api_key_file"}
-)  # Ray's proxy and its replicas are in their place
+_REFUSED: Final = frozenset(  # Ray's proxy and its replicas are in their place
+    {"host", "port", "uds", "dp", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile"}
+)
+_ON_ALONE: Final = frozenset(  # switches of `engine serve` that have no --no- form
+    {"check_attention", "ep", "micro_batches", "no_plugins", "trust_request_chat_template", "wait_for_kernels"}
+)
 _KEYS: Final = "ENGINERY_API_KEY"  # which this module does not have, and needs for the metrics
 _ROUTERS: Final = (  # the first has the name that Ray promises, but some of its versions import vLLM there
     "ray.serve.llm.request_router",
@@ -71,10 +74,6 @@ _METRICS: Final = {
 _log: Final = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request of HTTP. target: the path and the query, as they came. prompt: what Ray's router compares with earlier requests."""
-
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 
@@ -85,6 +84,10 @@ class EngineEnded(RuntimeError):
 class NotHTTP(RuntimeError):
     """A request that Ray's proxy took, and that breaks the rules of HTTP."""
 
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of HTTP. target: the path and the query, as they came. prompt: what Ray's router compares with earlier requests."""
 
     method: str
     target: bytes
@@ -270,9 +273,14 @@ def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def options_of(flags: Mapping[str, object]) -> list[str]:
-    """As a command line has them: of a switch the value is true or false."""
+    """As a command line has them: of a switch the value is true or false. A list repeats its option, and null is nothing."""
+    given = [(name, each) for name, value in flags.items() for each in (value if isinstance(value, list | tuple) else (value,))]
     switches = {"true": "--{}", "false": "--no-{}"}
-    return [switches.get(str(value).lower(), "--{}={}").format(name.replace("_", "-"), value) for name, value in flags.items()]
+    return [
+        switches.get(str(value).lower(), "--{}={}").format(name.replace("_", "-"), value)
+        for name, value in given
+        if value is not None and not (name.replace("-", "_") in _ON_ALONE and str(value).lower() == "false")
+    ]
 
 
 def application(args: Mapping[str, object]) -> serve.Application:
@@ -281,7 +289,7 @@ def application(args: Mapping[str, object]) -> serve.Application:
 
     Raises `ValueError` for options whose place Ray takes, and for numbers that cannot be.
     """
-    if refused := _REFUSED & args.keys():
+    if refused := _REFUSED & {name.replace("-", "_") for name in args}:
         raise ValueError(f"{', '.join(sorted(refused))}: Ray Serve listens, and has the replicas; set this there, or leave it out")
     own = {name: _whole(name, args.get(name, default), at_least) for name, (default, at_least) in _OWN.items()}
     if "max_replicas" in args and own["max_replicas"] < own["min_replicas"]:

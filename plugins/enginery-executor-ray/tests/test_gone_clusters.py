@@ -58,6 +58,25 @@ def test_of_other_addresses_ray_says_what_is_wrong(address: str, alone: Any, mon
         alone.own_address()
 
 
+def test_a_cluster_is_looked_for_before_anything_listens_whatever_address_is_asked_for(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the main thread: later it is that of the ranks, which Ray warns of."""
+    from enginery_executor_ray.spec import RAY
+
+    assert RAY.listen is not None
+    monkeypatch.setattr(alone, "_connect", lambda: None)
+    monkeypatch.setattr(alone.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    assert (RAY.listen(None), RAY.listen("tcp://10.0.0.2:5550")) == ("tcp://10.0.0.1:0", "tcp://10.0.0.2:5550")
+
+    def refuse() -> None:
+        raise EnginError("there is none")
+
+    monkeypatch.setattr(alone, "_connect", refuse)
+    with pytest.raises(EnginError, match="there is none"):
+        RAY.listen("tcp://10.0.0.2:5550")
+
+
 def test_an_engine_whose_cluster_is_gone_ends_all_the_same(
     alone: Any, gone: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up (for its grammar, if it has one), HELD repeats
 the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug, DRAFTED has three guesses
-verified for each token, of which one is told. Without the file that FAKE_NEEDS names it does not start, and without that of
-FAKE_SLOW_WITHOUT slowly. While there is a file that FAKE_PREPARES names, before the number of the replica, it is being prepared.
+verified for each token, of which one is told, BY_SEVENS has up to seven tokens a step. Without the file that FAKE_NEEDS names it
+does not start, and without that of FAKE_SLOW_WITHOUT slowly. While there is a file that FAKE_PREPARES names, before the number of
+the replica, it is being prepared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import served_names
 from enginery.contracts.engine import BuildProgress, DraftCounts, EngineFacts, EngineStats, KernelState, ReportProgress
@@ -21,7 +24,7 @@ from enginery.errors import CheckpointError, PluginError, QueueFull, RequestErro
 from enginery.plugin.registry import Registry
 
 COMMAND = (sys.executable, __file__)
-PLUGIN, BREAK, FAIL, HELD, DRAFTED = 600, 666, 667, 668, 669
+PLUGIN, BREAK, FAIL, HELD, DRAFTED, BY_SEVENS = 600, 666, 667, 668, 669, 670
 VOCAB_SIZE = 600
 EOS = 1
 
@@ -117,7 +120,7 @@ class FakeEngine:
         answers = [self._answer(request) for request in aside]
         running = [(request, count) for request, count in self._requests.values() if not self._is_held(request, count)]
         time.sleep(0 if running else 0.005)
-        return answers + [self._next(request, count) for request, count in running]
+        return answers + [self._step(request, count) for request, count in running]
 
     def _is_held(self, request: GenerationRequest, count: int) -> bool:
         return request.params.seed == HELD and count >= len(request.prompt_token_ids) and not self._go.exists()
@@ -133,6 +136,16 @@ class FakeEngine:
             return RequestOutput(request_id=request.request_id, is_answer=True, **told)
         self._requests[request.request_id] = (request, 0)
         return RequestOutput(request_id=request.request_id, is_answer=True)
+
+    def _step(self, request: GenerationRequest, count: int) -> RequestOutput:
+        """A token, or up to seven."""
+        parts = [self._next(request, count)]
+        while request.params.seed == BY_SEVENS and len(parts) < 7 and not (parts[-1].finish_reason or parts[-1].error):
+            parts.append(self._next(request, count + len(parts)))
+        told = {"token_ids": sum((part.token_ids for part in parts), ()), "prompt_logprobs": parts[0].prompt_logprobs}
+        if request.params.logprobs is not None:
+            told["logprobs"] = sum((part.logprobs or () for part in parts), ())
+        return msgspec.structs.replace(parts[-1], **told) if len(parts) > 1 else parts[0]
 
     def _next(self, request: GenerationRequest, count: int) -> RequestOutput:
         params, prompt = request.params, request.prompt_token_ids

@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from fake_engine import BY_SEVENS
 from fake_parsers import PARSERS
 from openai.types.responses import Response
 
@@ -54,16 +55,20 @@ def test_instructions_and_what_a_developer_says_first_are_one_message(with_serve
 WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
-def test_texts_have_the_log_probabilities_of_their_tokens(with_server):
+@pytest.mark.parametrize("seed", [None, BY_SEVENS])
+@pytest.mark.parametrize("after", [" after", "all"])  # what begins with a letter of the call and comes behind it
+@pytest.mark.parametrize("before", ["before ", "one "])
+def test_texts_have_the_log_probabilities_of_their_tokens(with_server, before, after, seed):
     async def scenario(live):
-        reply = (await live.post("/v1/responses", input=ASKED, tools=[ADD], **WITH_LOGPROBS)).json()
+        text = f"(think)why 日(done){before}{CALL}{after}"
+        reply = (await live.post("/v1/responses", input=text, tools=[ADD], seed=seed, **WITH_LOGPROBS)).json()
         response = checked(reply)
         parts = [item.content[0] for item in response.output if item.type == "message"]
         assert [bytes(byte for each in part.logprobs for byte in each.bytes).decode() for part in parts] == [
             part.text for part in parts
         ]
         tools = [{"type": "function", "function": {name: ADD[name] for name in ("name", "parameters")}}]
-        asked = {"messages": [{"role": "user", "content": ASKED}], "tools": tools, "logprobs": True, "top_logprobs": 2}
+        asked = {"messages": [{"role": "user", "content": text}], "tools": tools, "logprobs": True, "top_logprobs": 2}
         chat = (await live.post("/v1/chat/completions", **asked)).json()["choices"][0]["logprobs"]["content"]
         assert all(each in chat for item in reply["output"] if item["type"] == "message" for each in item["content"][0]["logprobs"])
         assert {len(each.top_logprobs) for part in parts for each in part.logprobs} == {2}

@@ -7,7 +7,7 @@ import dataclasses
 import openai
 import pydantic
 import pytest
-from fake_engine import HELD
+from fake_engine import BY_SEVENS, HELD
 from fake_parsers import PARSERS, force_or_json
 
 from enginery.contracts.parsers import ContentText, ToolCallBegun
@@ -109,6 +109,16 @@ def test_one_call_only_ends_the_answer_and_the_request(with_server, stream):
         await live.until(lambda: len(live.said("abort")) == 1)
 
     with_server(scenario, parsers=PARSERS)
+
+
+def test_what_is_counted_of_an_answer_that_a_call_ends_does_not_depend_on_the_engine_s_steps(with_server):
+    async def scenario(live):
+        asked = {"messages": user(f"{CALL} {CALL} " + "x " * 60), "tools": TOOLS, "parallel_tool_calls": False, "logprobs": True}
+        one, seven = [(await live.post("/v1/chat/completions", **asked, **seed)).json() for seed in ({}, {"seed": BY_SEVENS})]
+        assert one["usage"] == seven["usage"]
+        assert one["choices"][0]["logprobs"] == seven["choices"][0]["logprobs"]
+
+    with_server(scenario, parsers=dataclasses.replace(PARSERS, reasoning=None))
 
 
 @pytest.mark.parametrize(("calls_only", "content"), [(True, []), (False, [ContentText("[cal")])])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pairwise import EVERYTHING
 
 from enginery.api import Grammar, GrammarKind, GrammarNeeds, GrammarTokens, RequestError, UnfinishedGrammar
-from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled
+from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled, State
 from enginery_grammar_llguidance.spec import LLGUIDANCE
 
 WORDS = st.text("abé", min_size=1, max_size=4)
@@ -105,6 +105,32 @@ def test_a_state_goes_back_behind_what_it_took_and_what_it_refused(wrong: str) -
     assert state.is_finished
     state.rollback(1)
     assert not state.is_finished
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_state_goes_back_behind_a_token_that_is_text_and_ends_answers(seed: int) -> None:
+    """As small models have it. Combs of guesses try one way, go back, and try the next."""
+    plain = vocabulary([])
+    ends = 1 + ord("#")
+    tokens = dataclasses.replace(plain, special_ids=frozenset(), eos_token_ids=frozenset({ends}))
+    grammar, draw = compiled(tokens, Grammar(kind=GrammarKind.REGEX, source='[^"]{3,12}"')), random.Random(seed)
+    tried = grammar.start()
+    for _ in range(20):
+        first, second = ([draw.choice((ends, 1 + ord("a"), 1 + ord("b"))) for _ in range(4)] for _ in range(2))
+        tried.rollback(_along(tried, first)[0])
+        count, masks = _along(tried, second)
+        assert masks == _along(grammar.start(), second)[1]
+        tried.rollback(count)
+
+
+def _along(state: State, way: list[int]) -> tuple[int, list[set[int]]]:
+    """How many of its tokens a state takes, and what it allows before each and behind the last."""
+    masks = [allowed(state, 258)]
+    for token in way:
+        if token not in masks[-1] or not state.accept(token) or state.is_finished:
+            break
+        masks.append(allowed(state, 258))
+    return len(masks) - 1, masks
 
 
 def test_answers_to_one_grammar_are_independent() -> None:

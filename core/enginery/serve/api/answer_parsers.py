@@ -77,6 +77,7 @@ class AnswerFormat:
     """How the answers to one request are read. is_inside: the prompt ends within reasoning. parallel: several calls are allowed.
 
     calls_only: so that half a tag at its end is no content. or_json: it is calls or JSON. goes_on: with the text of the prompt.
+    tells_logprobs: those of the tokens that a text is made of.
     """
 
     reasoning: ParserSpec | None = None
@@ -87,6 +88,7 @@ class AnswerFormat:
     calls_only: bool = False
     or_json: bool = False
     goes_on: bool = False
+    tells_logprobs: bool = False
 
     @property
     def needs_special_tokens(self) -> bool:

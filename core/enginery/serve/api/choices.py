@@ -30,14 +30,15 @@ TOOL_CALLS: Final = "tool_calls"
 class ChoiceDelta:
     """What a step added to one choice. is_first: the request was queued, and there is no token yet.
 
-    events: what the parsers made of the text; one `ContentText` with all of it where nothing is parsed. ended_in_call: it stopped
-    within a call, or before the one that was forced.
+    events: what the parsers made of the text; one `ContentText` with all of it where nothing is parsed. came_with: of each event,
+    how many of these tokens had come. ended_in_call: it stopped within a call, or before the one that was forced.
     """
 
     job: Job
     is_first: bool = False
     text: str = ""
     events: Sequence[ParserEvent] = ()
+    came_with: Sequence[int] = ()
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()
@@ -65,13 +66,14 @@ class _Choice:
         self._job, how = job, how or AnswerFormat(goes_on=True)
         self._text = CompletionText(tokenizer, job.request.params, after=job.prompt.token_ids[-1:] if how.goes_on else ())
         self._reader = AnswerReader(how)
-        self._counts_reasoning = how.reasoning is not None
+        self._one_by_one = how.reasoning is not None or not how.parallel or how.tells_logprobs
 
     def feed(self, output: RequestOutput) -> ChoiceDelta:
         """What the output adds. A stop string, or a call, may end the choice before the engine does."""
         reader, num_tokens, num_reasoning_tokens, stopped_by = self._reader, 0, 0, None
         texts: list[str] = []
         events: list[ParserEvent] = []
+        came_with: list[int] = []
         reason: str | None = output.finish_reason
         for piece in self._pieces(output):
             added = self._text.feed(piece.token_ids, finished=piece.ends, stop_token_id=piece.stop_token_id)
@@ -80,6 +82,7 @@ class _Choice:
             texts.append(added.text)
             stopped_by = added.stopped_by
             events += reader.feed(added.text, finished=piece.ends or stopped_by is not None)
+            came_with += [num_tokens] * (len(events) - len(came_with))
             if stopped_by is not None or reader.is_over:
                 reason = FinishReason.STOP
                 break
@@ -88,6 +91,7 @@ class _Choice:
             job=self._job,
             text="".join(texts),
             events=events,
+            came_with=came_with,
             num_tokens=num_tokens,
             num_reasoning_tokens=num_reasoning_tokens,
             logprobs=(output.logprobs or ())[:num_tokens],
@@ -101,8 +105,8 @@ class _Choice:
         )
 
     def _pieces(self, output: RequestOutput) -> Iterator[_Piece]:
-        """The output's tokens: one by one where reasoning is counted, else all at once. There is always a last piece."""
-        first: Sequence[int] = output.token_ids[:-1] if self._counts_reasoning else ()
+        """The output's tokens: one by one where it matters which of them a text or an end comes of. The last piece is always there."""
+        first: Sequence[int] = output.token_ids[:-1] if self._one_by_one else ()
         for token_id in first:
             yield _Piece((token_id,))
         yield _Piece(output.token_ids[len(first) :], ends=output.finish_reason is not None, stop_token_id=output.stop_token_id)

@@ -177,6 +177,7 @@ def _how_to_read(
         parallel=asked.parallel_tool_calls is not False,
         calls_only=must_call,
         goes_on=asked.continue_final_message is True,
+        tells_logprobs=asked.logprobs is True,
     )
 
 

@@ -71,9 +71,11 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
 
 
 def logprobs_of(text: str, left: list[TokenLogprob], tokenizer: Tokenizer) -> list[ChatLogprob]:
-    """Those of the tokens that the text is in, taken out of `left` with all before them, which mark reasoning and calls."""
+    """Those of the last tokens that the text is in; of all where it is half a character's. Taken out of `left` with those before."""
     each, wanted = [tokenizer.token_bytes(found.token_id) for found in left], text.encode(errors="replace")
-    begin, ends = max(0, b"".join(each).find(wanted)), list(accumulate(map(len, each)))
+    begin, ends = b"".join(each).rfind(wanted), list(accumulate(map(len, each)))
+    if begin < 0:
+        begin, wanted = 0, b"".join(each)
     first, behind = bisect_right(ends, begin), bisect_left(ends, begin + len(wanted)) + 1
     taken, left[:behind] = left[first:behind], []
     return chat_logprobs(tokenizer, taken).content

@@ -101,13 +101,17 @@ class _Layout:
             self._status, self._why_cut = "incomplete", {"reason": "max_output_tokens"}
         elif delta.ended_in_call and delta.stopped_by is not None:
             self._status = "incomplete"  # OpenAI's reasons have no name for a stop string
-        self._logprobs += delta.logprobs
-        for change, block, text in self._blocks.feed(delta.events):
-            if change is Change.OPEN:
-                self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
-            added = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD and self._logprobs else []
-            block.logprobs += added
-            yield change, block, text, added
+        came = 0
+        for event, count in zip(delta.events, delta.came_with, strict=True):
+            self._logprobs += delta.logprobs[came:count]
+            came = count
+            for change, block, text in self._blocks.feed([event]):
+                if change is Change.OPEN:
+                    self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
+                added = logprobs_of(text, self._logprobs, self._tokenizer) if change is Change.ADD and self._logprobs else []
+                block.logprobs += added
+                yield change, block, text, added
+        self._logprobs += delta.logprobs[came:]
 
     def response(self, status: str, *, usage: Usage | None = None, error: Fault | None = None) -> dict[str, object]:
         """The response object, with the items that are done."""

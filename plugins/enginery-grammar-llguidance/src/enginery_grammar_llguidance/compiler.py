@@ -51,7 +51,7 @@ class Compiler:
             tokens.tokens, special_ids=tokens.special_ids, eos_token_ids=tokens.eos_token_ids, encode=tokens.encode
         )
         self._trials = Trials(vocabulary)  # whose process takes the vocabulary in meanwhile
-        self._tokenizer = tokenizer_of(vocabulary)
+        self._tokenizer, self._ends = tokenizer_of(vocabulary), tokens.eos_token_ids
 
     def compile(self, grammar: Grammar) -> Compiled | UnfinishedGrammar:
         """Raises `RequestError` that says what is wrong, also where nothing satisfies the grammar or its beginning is too wide."""
@@ -82,25 +82,25 @@ class Compiler:
         matcher = matcher_of(self._tokenizer, source)
         if matcher.is_error():
             raise _unusable(kind, _short(matcher.get_error()))
-        return Compiled(matcher)
+        return Compiled(matcher, self._ends)
 
 
 class Compiled:
     """A grammar, at its beginning."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
 
     def start(self) -> State:
         """A copy, which shares what does not change."""
-        return State(self._matcher)
+        return State(self._matcher, self._ends)
 
 
 class State:
-    """How far one answer has come. beginning: of its grammar; not changed."""
+    """How far one answer has come. beginning: of its grammar; not changed. ends: tokens that end answers."""
 
-    def __init__(self, beginning: LLMatcher) -> None:
-        self._beginning = beginning
+    def __init__(self, beginning: LLMatcher, ends: frozenset[int]) -> None:
+        self._beginning, self._ends = beginning, ends
         self._matcher = beginning.deep_copy()
         self._taken: list[int] = []
 
@@ -118,12 +118,15 @@ class State:
         return is_taken
 
     def rollback(self, count: int) -> None:
-        """A matcher does not go back behind an error, so then the answer is read again.
+        """A matcher does not go back behind an error, nor rightly behind a token that ends answers where it is text, so then the
+        answer is read again.
 
         Raises `RequestError` if that fails. Lexer states that were made stay made: their limit is one for all answers to a grammar.
         """
-        del self._taken[len(self._taken) - count :]
-        if self._matcher.is_error():
+        kept = len(self._taken) - count
+        has_ended = not self._ends.isdisjoint(self._taken[kept:])
+        del self._taken[kept:]
+        if has_ended or self._matcher.is_error():
             self._matcher = self._beginning.deep_copy()
             self._matcher.consume_tokens(self._taken)
         elif count:

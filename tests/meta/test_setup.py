@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import re
 import shutil
 import subprocess
@@ -26,6 +27,19 @@ def test_serving_requires_nothing_that_only_tests_need() -> None:
     for path in PROJECTS:
         required = {Requirement(line).name for line in tomllib.loads(path.read_text())["project"]["dependencies"]}
         assert not required & NOT_FOR_SERVING, path
+
+
+def test_msgspec_is_one_that_knows_truth_values_as_literals() -> None:
+    """Those before 0.22 raise `TypeError` for them when a body is first decoded."""
+    schemas = "".join(path.read_text() for path in ROOT.glob("core/enginery/serve/schemas/*.py"))
+    assert "Literal[False]" in schemas, "a lower bound will do now"
+    bounds = []
+    for path in PROJECTS:
+        project = tomllib.loads(path.read_text())["project"]
+        lines = [*project["dependencies"], *itertools.chain(*project.get("optional-dependencies", {}).values())]
+        bounds += [wanted.specifier for line in lines if (wanted := Requirement(line)).name == "msgspec"]
+    assert bounds
+    assert not [bound for bound in bounds if bound.contains("0.21.1")]
 
 
 def test_serve_installs_the_core_and_every_plugin_and_no_extras(tmp_path: Path) -> None:

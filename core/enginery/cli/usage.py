@@ -16,7 +16,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 def told(error: Any, given: Sequence[str]) -> str:
     """The message for a `UsageError`, empty if the help was shown instead. given: the command line."""
-    is_option = "possibilities" in vars(error)
+    is_option = {"option_name", "possibilities"} <= vars(error).keys()  # click's unknown commands have possibilities too
     text = _no_option(error.option_name, given, error.ctx) if is_option else error.format_message().rstrip(".")
     command = " ".join(["engine", *given[: 1 + (given[:1] == ["bench"])]]) if error.ctx is None else error.ctx.command_path
     return f"{text}\n{command} --help shows how it is used" if text else ""

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from enginery.cli.main import build_app, main
+from enginery.cli.usage import UsageError, told
 from enginery.config.sources import flags_of_others
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
@@ -16,6 +17,19 @@ from enginery.llm.keyword_options import engine_options
 def flags(command: str) -> set[str]:
     found = typer.main.get_command(build_app()).commands[command].params
     return {option for parameter in found for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+class NoSuchCommand(UsageError):
+    """As click's of 8.4, which Typer raises where it has none of its own."""
+
+    def __init__(self, message: str, possibilities: list[str]) -> None:
+        super().__init__(message)
+        self.possibilities = possibilities
+
+
+def test_an_unknown_command_that_knows_near_ones_is_no_option() -> None:
+    error = NoSuchCommand("No such command 'servee'. Did you mean 'serve'?", ["serve"])
+    assert told(error, ["servee"]) == "No such command 'servee'. Did you mean 'serve'?\nengine servee --help shows how it is used"
 
 
 @pytest.fixture

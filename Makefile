@@ -1,6 +1,9 @@
 # make serve, make test, make lint: each first installs into the virtual environment what it needs and what is not there yet.
 PYTHON ?= python3
 VENV ?= .venv
+ifneq ($(words $(VENV)),1)
+$(error VENV must be a path without spaces, not "$(VENV)")
+endif
 JOBS ?= 2
 
 bin := $(VENV)/bin

@@ -59,6 +59,13 @@ def test_what_is_served_drafts_for_itself_unless_asked_otherwise(tmp_path: Path)
     assert serve[-4:] == ["--drafter", "auto", "--drafter", "off"]
 
 
+@pytest.mark.parametrize("venv", ["", "my venv", "/ct/my venv"])
+def test_a_virtual_environment_whose_path_is_none_or_several_is_refused(venv: str, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        would_run(tmp_path, "clean", f"VENV={venv}")
+    assert f'VENV must be a path without spaces, not "{venv}"' in error.value.stderr
+
+
 def test_wheels_of_a_project_that_changed_are_made_and_installed_anew(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

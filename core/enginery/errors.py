@@ -43,7 +43,7 @@ class CheckpointError(EnginError):
 
 
 class OutOfMemory(EnginError):
-    """The memory plan does not fit. Raised before anything is allocated; the message names the flag to change."""
+    """The memory plan does not fit, or the system refuses the memory. The message names the flag to change."""
 
     exit_code = 2
 

@@ -18,6 +18,7 @@ import torch
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
 from enginery.contracts.batch import FULL, MemoryKind
 from enginery.contracts.memory import LayerKV
+from enginery.errors import OutOfMemory
 from enginery.nn.reference_ops import store_rows
 
 TORCH_DTYPES: Final = {
@@ -97,9 +98,18 @@ def local(layer: LocalLayerId) -> LocalLayerId:
 
 
 def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to, from the start of a line."""
+    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to, from the start of a line.
+
+    Raises `OutOfMemory` where the process may not have so much, as under `ulimit -v`.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    whole = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
+    try:
+        whole = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"the system refuses this process {size:,} bytes of KV memory, a part of one layer's; lower --kv-memory-gib, "
+            "--num-pages or --max-batch-requests, or raise its limit (ulimit -v)"
+        ) from error
     return whole[-whole.data_ptr() % 64 :][:size].view(dtype).view(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from enginery.contracts.attention import (
 )
 from enginery.contracts.batch import FULL, STATE
 from enginery.contracts.memory import RecurrentFacts
+from enginery.errors import OutOfMemory
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool, state_bytes
 
@@ -41,6 +43,17 @@ def test_pages_hold_keys_and_values_or_one_row_of_latents() -> None:
     latents, values = pool.layer(LocalLayerId(2))
     assert (latents.shape, values.shape) == ((4, 4, 1, 24), (4, 4, 1, 16))
     assert values.data_ptr() == latents.data_ptr()
+
+
+def test_memory_that_the_system_refuses_is_told_with_what_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*shape: object, **options: object) -> np.ndarray:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "zeros", refused)
+    with pytest.raises(OutOfMemory, match=r"512 bytes of KV memory.*--kv-memory-gib, --num-pages"):
+        PagedKVPool(GEOMETRY, CPU)
+    with pytest.raises(OutOfMemory, match=r"--max-batch-requests"):
+        RecurrentStatePool(GEOMETRY, CPU)
 
 
 def test_a_latent_is_written_once_and_its_value_is_its_beginning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_the_process_of_trials_ends_with_its_compiler() -> None:
     del made
     gc.collect()
     assert process.poll() == 0
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_process_of_trials_leaves_no_socket_open(
+    busy: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    made = Compiler(TOKENS)
+    server = made._trials._server
+    made.compile(Grammar(kind=GrammarKind.REGEX, source="ab"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if busy:  # a trial that waits for its grammar
+            server.take(theirs)
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+            while not children.read_text():
+                time.sleep(0.005)
+        del made, server
+        gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_trial_whose_parent_is_killed_answers_all_the_same() -> None:

@@ -53,6 +53,7 @@ def serve(control: socket.socket, attempt: Attempt) -> None:
                     for other in list(selector.get_map().values()):
                         if isinstance(other.data, _Trial):
                             os.kill(other.data.pid, signal.SIGKILL)
+                            other.data.connection.close()
                     return
                 connection = socket.socket(fileno=handles[0])
                 ended, trial = _fork(control, connection, attempt)
@@ -113,7 +114,8 @@ def _main() -> None:
     vocabulary = Vocabulary(tokens, special_ids=special_ids, eos_token_ids=ends, encode=lambda text: [])
     tokenizer = tokenizer_of(vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    serve(socket.socket(fileno=int(sys.argv[1])), lambda source: error_of(matcher_of(tokenizer, source), vocabulary))
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        serve(control, lambda source: error_of(matcher_of(tokenizer, source), vocabulary))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ FROM ${BASE} AS build
 ARG DEVICE=cpu
 RUN apt-get update && apt-get install -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/enginery
-COPY Makefile pyproject.toml constraints.txt README.md ./
+COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./
 COPY core core
 COPY plugins plugins
 RUN make venv VENV=/opt/venv DEVICE=${DEVICE} && /opt/venv/bin/python -m compileall -q core plugins /opt/venv/lib

@@ -91,7 +91,7 @@ def test_what_make_reads_is_copied_before_it_runs() -> None:
     build = [step for step in STEPS if step.stage == 0]
     (making,) = [place for place, step in enumerate(build) if step.word == "RUN" and "make venv" in step.rest]
     copied = " ".join(step.rest for step in build[:making] if step.word == "COPY")
-    read = {"Makefile", "pyproject.toml", "constraints.txt", "core", "plugins"} | set(
+    read = {"Makefile", "pyproject.toml", "constraints.txt", "LICENSE", "core", "plugins"} | set(
         re.findall(r'readme = "(.+)"', (ROOT / "pyproject.toml").read_text())
     )
     assert [name for name in read if name not in copied.split()] == []

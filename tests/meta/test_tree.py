@@ -81,6 +81,15 @@ def test_a_plugin_is_complete(folder: Path) -> None:
     assert project_offences((folder / "pyproject.toml").read_text(), folder.name) == []
 
 
+@pytest.mark.parametrize("folder", PLUGINS, ids=[folder.name for folder in PLUGINS])
+def test_a_plugin_brings_the_text_of_its_licence(folder: Path) -> None:
+    """A link to the tree's: wheels and sdists have the text."""
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert "Apache-2.0" in project["license"].split()
+    assert "LICENSE" in project.get("license-files", ["LICENSE"])  # setuptools finds it unless others are named
+
+
 def test_copies_of_the_header_that_tells_calls_are_alike() -> None:
     copies = [path.read_text().partition("#pragma once")[2] for path in ROOT.glob("plugins/*/src/*/native/told.h")]
     assert len(copies) == 2

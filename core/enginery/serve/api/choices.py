@@ -105,7 +105,7 @@ class _Choice:
         )
 
     def _pieces(self, output: RequestOutput) -> Iterator[_Piece]:
-        """The output's tokens: one by one where it matters which of them a text or an end comes of. The last piece is always there."""
+        """The output's tokens: one by one where it matters which of them a text or an end comes of. There is always a last."""
         first: Sequence[int] = output.token_ids[:-1] if self._one_by_one else ()
         for token_id in first:
             yield _Piece((token_id,))

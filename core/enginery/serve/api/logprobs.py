@@ -71,7 +71,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
 
 
 def logprobs_of(text: str, left: list[TokenLogprob], tokenizer: Tokenizer) -> list[ChatLogprob]:
-    """Those of the last tokens that the text is in; of all where it is half a character's. Taken out of `left` with those before."""
+    """Those of the last tokens that the text is in; of all where it is half a character's. Taken from `left`, with all before."""
     each, wanted = [tokenizer.token_bytes(found.token_id) for found in left], text.encode(errors="replace")
     begin, ends = b"".join(each).rfind(wanted), list(accumulate(map(len, each)))
     if begin < 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import compile_only
@@ -19,7 +18,6 @@ from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import sort_by_expert
 from enginery_ops_triton.experts import Experts, bind_experts
-from enginery_ops_triton.kernels import experts as kernels
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.spec import FLOAT8_BLOCKS
 
@@ -246,41 +244,6 @@ def test_experts_that_are_expected_and_others_in_their_places_equal_the_referenc
     x, routed = torch.randn(5, columns).to(device=device, dtype=torch.bfloat16), Routed(ids, torch.rand(5, 4).to(device))
     bound = Experts(*weights, joined=2, dependent_launch=chained(device))
     assert_as_the_reference(bound.of_pairs(x, routed, PAIRS), x, weights, routed)
-
-
-@NEEDS_INTERPRETER
-def test_the_expert_that_is_expected_may_lie_behind_2_31_values() -> None:
-    """As the shared one of Ling-flash-2.0. Memory that nobody writes to takes none."""
-    num_experts, inner, columns = 257, 2, 1 << 21
-    values = torch.frombuffer(mmap.mmap(-1, (1 << 31) + num_experts * 2 * inner * columns), dtype=torch.uint8)
-    weight = values[1 << 31 :].view(FLOAT8).view(num_experts, 2 * inner, columns)  # below it lies what a sum of 32 bits would read
-    weight[-1].view(torch.uint8).fill_(0x38)  # 1.0
-    x, out = torch.full((1, columns), 1 / columns), torch.full((1, inner), torch.nan)
-    ids = torch.tensor([num_experts - 1], dtype=torch.int32)
-    kernels.gate_up_of_pairs[(1, inner, 1)](
-        x,
-        weight,
-        torch.ones(num_experts, 2 * inner, 1),
-        weight,
-        ids,
-        out,
-        x.stride(0),
-        NUM_EXPERTS=num_experts,
-        INNER=inner,
-        COLUMNS=columns,
-        TOP_K=1,
-        JOINED=1,
-        BLOCK_N=1,
-        BLOCK_K=columns // 4,
-        AHEAD=4,
-        SCALED=False,
-        BIASED=False,
-        KIND="silu",
-        ALPHA=1.0,
-        LIMIT=1.0,
-        CHAINED=False,
-    )
-    torch.testing.assert_close(out, torch.full((1, inner), 0.7310586))  # silu(1)
 
 
 @on_devices

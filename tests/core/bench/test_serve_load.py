@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_ports
-from scripted_server import STREAM, USAGE, chunked, event, one, using
+from scripted_server import STREAM, USAGE, Scripted, chunked, event, one, using
 from typer.testing import CliRunner, Result
 
 from enginery.bench.report import Row
@@ -164,15 +164,20 @@ def test_a_row_has_percentiles_rates_errors_and_the_client_s_own_load(server) ->
     assert {body["model"] for body in scripted.bodies} == {"m"}
 
 
-def test_some_failures_are_counted_and_all_of_them_are_an_error(server) -> None:
-    scripted, url = server
+def fail_once(scripted: Scripted) -> None:
+    """Have it refuse the next request, and stream to all others."""
     answers = iter([b"HTTP/1.1 500 Bug\r\ncontent-length: 3\r\n\r\nbug"])
 
-    async def fail_once(writer: asyncio.StreamWriter) -> None:
+    async def script(writer: asyncio.StreamWriter) -> None:
         answer = next(answers, None)
         writer.write(answer) if answer else await scripted.stream(writer)
 
-    scripted.script = fail_once
+    scripted.script = script
+
+
+def test_some_failures_are_counted_and_all_of_them_are_an_error(server) -> None:
+    scripted, url = server
+    fail_once(scripted)
     load = Load(lengths=((4, 3),) * 4)
     row = measured(url, load)
     assert row.derived["errors"] == 1
@@ -213,13 +218,7 @@ def test_the_command_measures_each_load_and_compares(server, tmp_path: Path, mon
 
 def test_a_load_of_which_requests_failed_is_reported_and_ends_with_status_1(server, tmp_path: Path) -> None:
     scripted, url = server
-    answers = iter([b"HTTP/1.1 500 Bug\r\ncontent-length: 3\r\n\r\nbug"])
-
-    async def fail_once(writer: asyncio.StreamWriter) -> None:
-        answer = next(answers, None)
-        writer.write(answer) if answer else await scripted.stream(writer)
-
-    scripted.script = fail_once
+    fail_once(scripted)
     flags = ("--url", url, "--requests", 4, "--concurrency", 1, "--warm-up", 0)
     done = bench(*flags, "--output", tmp_path / "report.json")
     assert done.exit_code == 1

@@ -106,6 +106,16 @@ def test_one_client_cannot_have_all_threads(queue: GrammarQueue, compilers: Comp
     assert queue.num_waiting == 8
 
 
+def test_who_asks_for_what_is_being_compiled_for_nobody_waits_for_that(queue: GrammarQueue, compilers: Compilers) -> None:
+    queue.begin("gone", regex("evil"))
+    settle(queue, lambda _: compilers.at_work["evil"] == 1)
+    queue.drop("gone")
+    queue.begin("here", regex("evil"))
+    compilers.go.set()
+    settle(queue, lambda found: "here" in found)
+    assert compilers.counts["evil"] == 1
+
+
 def test_clients_take_turns() -> None:
     lane, order = Lane(1, "test"), list[str]()
 

@@ -172,3 +172,4 @@ def test_a_trace_can_be_asked_for_while_running(engine, tmp_path):
     drain(engine)
     assert (tmp_path / "steps.json").exists()
     assert sum(engine.meter.stats().steps_by_size) == engine.meter.stats().num_steps
+    assert sum(engine.meter.stats().steps_by_size[1:]) == 1, "the prompt's step alone is of several tokens"

@@ -40,7 +40,7 @@ YARN = dict(
     factor=32.0,
     beta_fast=32.0,
     beta_slow=1.0,
-    original_max_position_embeddings=16,
+    original_max_position_embeddings=64,  # so that `truncate` matters
     truncate=False,
 )
 CONFIG = GptOssConfig(

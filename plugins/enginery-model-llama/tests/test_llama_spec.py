@@ -58,6 +58,19 @@ def test_phi_3_has_a_window_where_contexts_fill_it() -> None:
     phi = CONFIG | {"architectures": ["Phi3ForCausalLM"]}
     assert shape(phi | {"sliding_window": 16}).windows == (16, 16, 16)
     assert shape(phi | {"sliding_window": 262_144}).windows == shape(phi).windows == (None, None, None)
+    assert shape(phi | {"sliding_window": 64, "max_position_embeddings": 64}).windows == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi_3_has_longrope_under_the_names_that_it_had_before_too(name: str) -> None:
+    rope = {"type": name, "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+    assert shape(CONFIG | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": rope}).rope.kind == "longrope"
+
+
+def test_smollm3_has_windows_where_it_has_no_positions() -> None:
+    smol = CONFIG | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0, 1], "sliding_window": 8}
+    assert shape(smol | {"use_sliding_window": True}).windows == (None, 8, None)
+    assert shape(smol).windows == (None, None, None)
 
 
 def test_mixtral_has_experts_in_every_layer_and_no_window_unless_it_is_stated() -> None:

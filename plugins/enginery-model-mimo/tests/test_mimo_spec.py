@@ -50,6 +50,14 @@ def test_the_hubs_spelling_says_the_same() -> None:
     assert shape(HUB) == shape(CONFIG)
     assert (shape(HUB).rope.rotary_dim, shape(HUB).rope.theta) == (64, 5e6)
     assert shape(HUB | {"sliding_window_size": 31}).windows[1] == 32
+    assert shape(HUB | {"layernorm_epsilon": 1e-3}).rms_eps == 1e-3
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_angles_that_are_stated_of_one_kind_of_layer_are_the_other_s_too(kind: str) -> None:
+    found = shape(CONFIG | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 3e4}}})
+    assert found.window_rope is not None
+    assert (found.rope.theta, found.window_rope.theta) == (3e4, 3e4)
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:

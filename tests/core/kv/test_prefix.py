@@ -127,6 +127,15 @@ def test_a_shared_prefix_that_is_still_used_outlives_its_old_continuations():
     assert cache.match(tokens_of(1, 2, 9), "").pages == system
 
 
+def test_a_shared_prefix_that_nobody_used_since_goes_with_its_continuations():
+    cache, allocator = cache_of()
+    system, _ = insert(cache, allocator, tokens_of(1, 2))
+    cache.insert(tokens_of(1, 2, 3, 4), [*system, *allocator.take(1)], "")
+    other, _ = insert(cache, allocator, tokens_of(7, 8))
+    assert cache.evict(2) == 2
+    assert cache.match(tokens_of(7, 8, 9), "").pages == other
+
+
 def test_an_announced_page_is_reported_until_it_is_withdrawn():
     cache, allocator = cache_of()
     _, inserted = insert(cache, allocator, tokens_of(1, 2))

@@ -58,6 +58,28 @@ def test_rows_are_as_many_as_are_sampled_and_computed_at_most(limits, drafts):
     assert step.num_tokens == 3 * (1 + drafts)
 
 
+def test_no_guess_is_verified_that_nothing_can_follow():
+    assert run(decoding(1, 4, guesses=3, max_tokens=3))[1] == [1]
+
+
+@pytest.mark.parametrize(("most", "coming"), [(16, 5), (3, 3)])
+def test_of_prompts_those_that_wait_will_decode_too(monkeypatch, most, coming):
+    told, drafting = [], SameGuesses(0)
+    monkeypatch.setattr(drafting, "length", lambda requests, num_coming, num_tokens: told.append(num_coming) or 0)
+    scheduler = scheduler_of_kinds(settings_of(max_batch_tokens=4, max_batch_requests=most), drafting=drafting)
+    for name in range(5):
+        scheduler.submit(asked_of(f"r{name}", [name + 10] * 4))
+    run(scheduler)
+    assert told == [coming]
+
+
+def test_what_a_draft_model_did_not_follow_is_counted_anew_after_a_preemption():
+    scheduler = decoding(1, 6, guesses=0)
+    request = scheduler.table.preempt_last()
+    run(scheduler)
+    assert (request.num_computed, request.num_unfollowed) == (7, 3)  # one page was in the prefix cache
+
+
 def test_a_prompt_has_what_rows_of_guesses_leave_of_a_step():
     scheduler = decoding(2, 4, guesses=5, max_batch_tokens=20)
     scheduler.submit(asked_of("late", range(100, 140)))

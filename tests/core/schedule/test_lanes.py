@@ -98,6 +98,34 @@ def test_a_name_is_used_once_in_all_lanes():
     assert (scheduler.abort("b"), scheduler.abort("a"), scheduler.abort("a")) == (False, True, False)
 
 
+def test_a_request_that_is_refused_counts_as_sent_nowhere():
+    scheduler, lanes = lanes_of(2)
+    with pytest.raises(RequestError, match="empty"):
+        scheduler.submit(asked_of("none", []))
+    scheduler.submit(asked_of("first", [5]))
+    assert [names(lane) for lane in lanes] == [["first"], []]
+
+
+def test_what_a_grammar_refuses_ends_the_request_of_that_item():
+    scheduler, _ = lanes_of(2)
+    for name in "ab":
+        scheduler.submit(asked_of(name, [5]))
+    step = scheduler.next_step()
+    outputs = scheduler.complete(step, output_of(step, [5, 5]), {1: "no token fits"})
+    assert [(output.request_id, output.error) for output in outputs] == [("a", None), ("b", "no token fits")]
+
+
+def test_who_has_to_wait_again_is_named_of_every_lane():
+    scheduler, lanes = lanes_of(2, num_pages=20)
+    for name in "ab":
+        lanes[1].submit(asked_of(name, [ord(name)] * 4, max_tokens=60))
+    preempted = []
+    while scheduler.has_work:
+        run(scheduler)
+        preempted += scheduler.preempted
+    assert preempted == ["b"]
+
+
 def test_a_held_request_counts_where_it_is_and_runs_when_it_is_released():
     scheduler, lanes = lanes_of(2)
     scheduler.submit(asked_of("held", [3] * 9), held=True)

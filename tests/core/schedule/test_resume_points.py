@@ -135,3 +135,44 @@ def test_behind_a_prompt_of_whole_pages_both_its_last_pages_ends_are_kept(kinds)
     told, _ = turns.ask(PROMPT[:8], 1)
     assert turns.found == [(4, "first"), (8, "last")]
     assert turns.ask([*told, 40], 1)[1] == 8
+
+
+def test_who_is_aborted_amid_two_steps_leaves_a_point_where_its_last_written_page_ended():
+    """The second step begins a page: its window is not given up before the first one's token is known."""
+    turns = Turns(("window",))
+    scheduler, steps = turns.scheduler, []
+    scheduler.submit(asked_of("r", PROMPT, max_tokens=20, ignore_eos=True))
+    request = scheduler.table.by_id["r"]
+    while request.num_computed < 17:
+        steps.append(scheduler.next_step())
+        steps[-1] = steps[-1], turns.device.launch(steps[-1], lambda: 20)
+        if request.num_computed < 16:
+            scheduler.complete(*steps.pop())
+    scheduler.abort("r")
+    for step in steps:
+        scheduler.complete(*step)
+    scheduler.check_idle()
+    assert turns.found == [(8, "first"), (12, "last")]
+
+
+def test_a_prompt_has_the_windows_of_points_for_one_step():
+    turns = Turns(("window",), window_pages=5)
+    turns.ask(PROMPT, 8)
+    assert turns.scheduler.pages["window"].free < 4, "a prompt of 4 pages needs those of points"
+    turns.ask(range(40, 56), 1)
+    assert turns.num_prompt_steps == 1
+
+
+def test_an_end_of_a_chunk_that_a_branch_begins_behind_still_goes_first():
+    turns = Turns(("state",), max_batch_tokens=8)
+    turns.ask([*[3] * 12, *[4] * 6], 1)
+    assert turns.ask([*[3] * 12, *[5] * 6], 1)[1] == 8
+    assert turns.found == [(8, "first"), (12, "last"), (16, "last"), (16, "last")]
+
+
+@EACH_KIND
+def test_where_an_answer_ends_no_page_the_turn_before_stays_as_it_was(kinds):
+    turns = Turns(kinds)
+    told, _ = turns.ask(PROMPT, 8)
+    turns.ask([*told, 40, 41, 42, 43], 1)
+    assert turns.found == [(8, "first"), (16, "last"), (20, "last")]

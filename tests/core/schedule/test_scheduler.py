@@ -124,6 +124,11 @@ def test_prompt_logprobs_get_logits_for_every_prompt_row_and_no_prefix_hit():
     finish(scheduler, device)
 
 
+def test_a_chunk_of_one_token_gets_logits_for_prompt_logprobs_too():
+    scheduler, device = running_of(asked_of("a", range(10, 13), prompt_logprobs=0, max_tokens=1), max_batch_tokens=1)
+    assert [run_step(scheduler, device)[0].items[0].num_logits for _ in range(3)] == [1, 1, 1]
+
+
 # How requests end
 
 
@@ -156,6 +161,8 @@ def test_the_stop_token_is_reported():
     assert (first.stop_token_id, second.stop_token_id) == (EOS, EOS)
     scheduler.submit(asked_of("c", [5], max_tokens=1))
     assert run_step(scheduler, device, 1)[1][0].stop_token_id is None
+    scheduler.submit(asked_of("d", [5], min_tokens=2))
+    assert [run_step(scheduler, device, EOS)[1][0].stop_token_id for _ in range(2)] == [None, EOS]
 
 
 # Failures

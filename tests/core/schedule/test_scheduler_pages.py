@@ -1,8 +1,12 @@
 """What the scheduler does with pages: shared, kept, evicted, taken from whoever is last, given back."""
 
 from integrity import check_scheduler
+from msgspec import structs
 
-from .device import asked_of, run_step, shape
+from enginery.contracts.request import TokenLogprob
+from enginery.schedule.scheduler import Scheduler
+
+from .device import asked_of, output_of, run_step, scheduler_of, shape
 from .scheduler_runs import finish, running_of
 
 # The prefix cache
@@ -28,6 +32,13 @@ def test_requests_with_one_prefix_wait_for_the_first_to_compute_it():
     scheduler, device = running_of(*(asked_of(name, [*prefix, ord(name)]) for name in "abc"))
     assert shape(run_step(scheduler, device)[0]) == [("a", 17)]
     assert shape(run_step(scheduler, device)[0]) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_nobody_waits_for_a_page_that_a_prompt_s_last_token_alone_fills():
+    scheduler, device = running_of(asked_of("a", range(10, 18)), max_batch_tokens=7)
+    run_step(scheduler, device)
+    scheduler.submit(asked_of("b", range(10, 20)))
+    assert shape(run_step(scheduler, device)[0]) == [("a", 1), ("b", 6)]
 
 
 def test_with_the_prefix_cache_off_nobody_waits_and_nothing_is_kept():
@@ -85,6 +96,26 @@ def test_a_preempted_request_keeps_its_tokens_and_its_place():
     assert {name: len(output) for name, (output, _) in ended.items()} == {"a": 60, "b": 60, "c": 8}
 
 
+def test_what_a_preempted_request_finds_of_its_own_is_not_told_as_cached():
+    scheduler, device = running_of(asked_of("a", range(10, 20)))
+    run_step(scheduler, device)
+    request = scheduler.table.preempt_last()
+    (item,) = run_step(scheduler, device)[0].items
+    assert (item.start, request.num_cached_tokens) == (8, 0)
+
+
+def test_prompt_logprobs_of_a_prompt_that_is_begun_anew_are_told_once():
+    scheduler = scheduler_of(max_batch_tokens=4)
+    scheduler.submit(asked_of("a", range(10, 16), max_tokens=1, prompt_logprobs=0))
+    for count, token, is_preempted in ((4, None, True), (4, None, False), (1, 5, False)):
+        step = scheduler.next_step().value
+        output = structs.replace(output_of(step, [token]), prompt_logprobs={0: [TokenLogprob(token_id=1, logprob=-1.0)] * count})
+        told = Scheduler.complete(scheduler, step, output)
+        if is_preempted:
+            scheduler.table.preempt_last()
+    assert [len(output.prompt_logprobs) for output in told] == [6]
+
+
 def test_cached_pages_are_evicted_before_anybody_is_preempted():
     scheduler, device = running_of(asked_of("old", range(10, 40)), num_pages=10)
     finish(scheduler, device)
@@ -92,6 +123,14 @@ def test_cached_pages_are_evicted_before_anybody_is_preempted():
     scheduler.submit(asked_of("new", range(50, 80)))
     assert not any(run_step(scheduler, device)[0].preempted for _ in range(8))
     assert not scheduler.has_work
+
+
+def test_no_more_cached_pages_are_evicted_than_are_lacking():
+    scheduler, device = running_of(asked_of("old", range(10, 40)), num_pages=10)
+    finish(scheduler, device)
+    scheduler.submit(asked_of("new", range(50, 58), max_tokens=1))
+    run_step(scheduler, device)
+    assert (scheduler.free_pages, scheduler.cached_pages) == (0, 10)
 
 
 def test_nobody_passes_a_head_of_the_queue_that_does_not_fit():

@@ -17,7 +17,7 @@ from enginery.llm.answers import Embedding, Generation, GenerationDelta, embeddi
 from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
-from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, checked_params
+from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
@@ -58,6 +58,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Free weights and KV memory. What is open, and what comes later, raises `EnginError`."""
         await asyncio.to_thread(self._closing)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without `params` samples by; see `LLM.get_default_sampling_params`."""
+        return self._prompts.params(None)
+
     async def generate(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Generation:
@@ -65,7 +69,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
         request_id: for `abort`; then what there is comes back, with that reason. Raises `RequestError` when it cannot be served.
         """
-        asked = checked_params(params)
+        asked = self._prompts.params(params)
         completions: list[list[GenerationDelta]] = [[] for _ in range(asked.n)]
         with self._named(request_id) as name:
             encoded = await self._encode(prompt)
@@ -78,7 +82,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Answer one prompt as `generate` does, and give its tokens as they come. Closing it ends the request."""
-        asked = checked_params(params)
+        asked = self._prompts.params(params)
         with self._named(request_id) as name:
             async with aclosing(self._stream(name, await self._encode(prompt), asked)) as deltas:
                 async for delta in deltas:

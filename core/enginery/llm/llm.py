@@ -22,7 +22,7 @@ from enginery.llm.answers import Embedding, Generation, GenerationDelta, Growing
 from enginery.llm.interrupts import interrupts_later
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
-from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, as_batch, checked_params
+from enginery.llm.prompts import Encoded, Messages, Prompt, PromptEncoder, as_batch
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
 
@@ -60,6 +60,10 @@ class LLM(AbstractContextManager["LLM"]):
             self._engine = self._requests = None
             self._prompts.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without `params` samples by: the checkpoint's generation_config.json, and defaults for the rest."""
+        return self._prompts.params(None)
+
     def chat(
         self,
         messages: Messages,
@@ -88,7 +92,7 @@ class LLM(AbstractContextManager["LLM"]):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self._generate([prompt], [checked_params(params)], progress=progress)[0]
+        return self._generate([prompt], [self._prompts.params(params)], progress=progress)[0]
 
     def embed(self, prompts: Prompt | Iterable[Prompt], *, normalize: bool = True, progress: bool | None = None) -> list[Embedding]:
         """The hidden state of each prompt's last token after the last norm, in their order, as /v1/embeddings has it.
@@ -109,7 +113,7 @@ class LLM(AbstractContextManager["LLM"]):
         their steps. Raises `RequestError` here for what is no prompt, and on the way when the request cannot be served.
         """
         self._live()
-        return self._stream(self._prompts.encode_any(prompt), checked_params(params))
+        return self._stream(self._prompts.encode_any(prompt), self._prompts.params(params))
 
     def generate(
         self,
@@ -125,7 +129,7 @@ class LLM(AbstractContextManager["LLM"]):
         """
         self._live()
         batch = as_batch(prompts)
-        each = list(map(checked_params, params if isinstance(params, Sequence) else [params] * len(batch)))
+        each = list(map(self._prompts.params, params if isinstance(params, Sequence) else [params] * len(batch)))
         if len(each) != len(batch):
             raise RequestError(f"there are {len(batch)} prompts and {len(each)} params; give one, or one for each", param="params")
         return self._generate([self._prompts.encode(prompt) for prompt in batch], each, progress=progress)

@@ -75,6 +75,12 @@ class PromptEncoder:
             return self.encode_chat(cast("Messages", prompt))
         return self.encode(_token_ids(prompt))
 
+    def params(self, asked: SamplingParams | None) -> SamplingParams:
+        """Those asked for, or what the checkpoint's generation_config.json recommends. Raises `RequestError`."""
+        if not isinstance(asked, SamplingParams | None):
+            raise RequestError(f"params are {asked!r}, but must be SamplingParams, or for prompts a list of them", param="params")
+        return asked or SamplingParams(**({} if self.text is None else self.text.defaults.given()))
+
     def check_pooling(self) -> None:
         """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""
         if self.text is not None:
@@ -100,13 +106,6 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     batch: list[object] = list(prompts)
     batch = [batch] if batch and _is_whole(batch[0]) else batch  # one prompt of token ids, or several
     return [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in batch]
-
-
-def checked_params(params: SamplingParams | None) -> SamplingParams:
-    """Those given, or the usual ones. Raises `RequestError`."""
-    if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"params are {params!r}, but must be SamplingParams, or for prompts a list of them", param="params")
-    return params or SamplingParams()
 
 
 def _plain(message: Mapping[str, object]) -> dict[str, object]:

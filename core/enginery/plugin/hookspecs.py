@@ -66,7 +66,7 @@ class EngineHooks(Protocol):
 
     @hookspec
     def register_models(self) -> list[ModelSpec]:
-        """The model families this plugin offers. Two plugins that serve one architecture are both in conflict."""
+        """The model families this plugin offers. Of several for one architecture the highest priority is taken."""
 
     @hookspec
     def register_checkpoints(self) -> list[CheckpointSpec]:

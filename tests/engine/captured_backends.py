@@ -185,6 +185,20 @@ class CapturedTorch(TorchAttention):
         out.copy_(torch.einsum("tkgl,tlkd->tkgd", weights, values).reshape(len(q), out.shape[1], -1)[..., : facts.value_dim])
 
 
+class CapturedDecoding(CapturedTorch):
+    """Attends mixed batches between graphs alone."""
+
+    init_mixed_graph_state = None
+
+
+class CaptureFails(CapturedTorch):
+    """In the last that is captured when backends change."""
+
+    @hookimpl
+    def init_mixed_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        raise RuntimeError("no room")
+
+
 class CapturedLinear(LinearAttention):
     """Each captured request has a place for a checkpoint, which is written to the scratch state where there is none."""
 

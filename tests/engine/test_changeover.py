@@ -31,7 +31,7 @@ from pathlib import Path
 from enginery.api import AttnBackendSpec, Capabilities, Unsupported, hookimpl
 
 here = Path(__file__).parent
-kernels, go, broken, child = (here / name for name in ("kernels", "go", "broken", "child"))
+kernels, go, broken, child, wrong = (here / name for name in ("kernels", "go", "broken", "child", "wrong"))
 
 
 class Store:
@@ -65,7 +65,12 @@ def create_attn_backend(name, context):
     if not kernels.exists():
         kernels.touch()  # as FlashInfer does: in the constructor, while everything waits
     from enginery_attn_torch.backend import TorchAttention
-    return TorchAttention(context)
+
+    class Wrong(TorchAttention):
+        def attend(self, q, k, v, layer, batch, plan, out):
+            raise RuntimeError("this kernel is wrong")
+
+    return (Wrong if wrong.exists() else TorchAttention)(context)
 """
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ([5, 6, 7, 8], [300, 9], list(range(20, 90)))
@@ -168,6 +173,23 @@ def test_an_engine_whose_kernels_are_not_to_be_had_goes_on_with_what_it_has(plug
     stats = engine.meter.stats()
     assert "the compiler says no" in stats.kernels.failure
     assert (stats.attn_backend, stats.kernels.compiling) == ("torch", ())
+
+
+def test_an_engine_goes_on_with_what_it_has_if_what_was_compiled_fails(
+    plugin: Path, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (plugin / "wrong").touch()
+    engine, tokens = build(), dict[str, list[int]]()
+    submit(engine)
+    run(engine, tokens, until=lambda: len(tokens.get("2", ())) >= 4)
+    (plugin / "go").touch()
+    wait_for(lambda: engine._changeover is not None and engine._changeover.is_ready)
+    run(engine, tokens, until=lambda: False)
+    assert tokens == expected
+    stats = engine.meter.stats()
+    assert (stats.attn_backend, stats.kernels.compiling) == ("torch", ())
+    assert stats.kernels.failure == "RuntimeError: this kernel is wrong"
+    assert "the engine stays with the attention backends that it began with: RuntimeError: this kernel is wrong" in caplog.text
 
 
 @pytest.mark.parametrize("asked", [{"attention_backend": "slow"}, {"wait_for_kernels": True}])

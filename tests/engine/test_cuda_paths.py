@@ -19,8 +19,8 @@ import noise
 import pytest
 from cuda_on_host import Device
 from cuda_simulated import simulated
-from engine import model_heads
-from engine.captured_backends import EXPERTS, captured
+from engine import captured_backends, model_heads
+from engine.captured_backends import EXPERTS, CapturedDecoding, CapturedTorch, CaptureFails, captured
 from engine.draft_models import SAID, branching, prompt_of
 from engine.heads_made import Eagle3
 from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of
@@ -310,9 +310,14 @@ def test_acceptance_is_forced_behind_graphs(registry: Registry, ranks: int, rate
             assert drafts.accepted == rate * drafts.drafted
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
-    """What was captured of the first backends is captured anew of the others."""
+@pytest.mark.parametrize(
+    ("chosen_backend", "drafts"),
+    [(CapturedTorch, False), (CapturedTorch, True), (CapturedDecoding, False), (CaptureFails, False), (CaptureFails, True)],
+)
+def test_a_changeover_amid_requests(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, chosen_backend: type, drafts: bool
+) -> None:
+    """What was captured of the first backends is captured anew of the others; of the first, if the others fail."""
     go_on, choose = threading.Event(), build_module.choose
 
     class Compiling:
@@ -338,6 +343,7 @@ def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.Monk
 
         def stepping() -> object:
             if next(turns) == 5:
+                monkeypatch.setattr(captured_backends, "CapturedTorch", chosen_backend)
                 go_on.set()
                 until_s = time.monotonic() + 20
                 while not changeover.is_ready:
@@ -347,9 +353,11 @@ def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(engine, "step", stepping)
         first, relay = serve(engine, requests), engine._runner.parts.relay
-        plans = [step.batch.plan for step in engine._runner.graphs.captured.values()]
+        steps = (*engine._runner.graphs.captured.values(), *engine._runner.pieces._captured.values())
+        plans = [step.batch.plan for step in steps if step.batch.plan is not None]
         assert {plan.key.backend for plan in plans} == {relay.backend_id}, "captured anew"
         assert not changeover.is_ready, "it was changed over"
+        assert changeover.state.failure == ("RuntimeError: no room" if chosen_backend is CaptureFails else "")
         while engine.prepare():
             pass
         for found in (first, serve(engine, requests)):

@@ -138,9 +138,10 @@ class BackendRelay:
     def refresh(self, plan: ForwardPlan, batch: ForwardBatch) -> None:
         """Bring a captured plan up to date for `batch`; directly precedes the replay.
 
-        Raises `StalePlan` for a plan that was not captured, or captured for batches of another phase, size or set of fields.
+        Raises `StalePlan` for a plan of another backend, one that was not captured, or captured for batches of another phase, size
+        or set of fields.
         """
-        if not plan.key.replays(batch):
+        if plan.key.backend != self.backend_id or not plan.key.replays(batch):
             wanted = PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch, capture=True)
             raise StalePlan(f"a plan made for {plan.key} cannot be refreshed for {wanted}: all but the batch's identity must agree")
         self._refreshed.add(plan)

@@ -28,8 +28,8 @@ _log: Final = logging.getLogger(__name__)
 class Changeover:
     """Compiles from the moment it is made. running: the attention backends that run now. stop: ends the process that compiles.
 
-    build: makes the chosen ones; called once, in a thread, when all is compiled. Should compiling fail, the engine stays with what
-    it has, and the log says why.
+    build: makes the chosen ones; called once, in a thread, when all is compiled. Should compiling fail, or what was compiled, the
+    engine stays with what it has, and the log says why.
     """
 
     def __init__(self, registry: Registry, choice: Choice, *, build: Callable[[], BackendRelay]) -> None:
@@ -53,13 +53,22 @@ class Changeover:
         return self._built is not None
 
     def change(self, runner: Runner) -> None:
-        """Have the runner go on with the chosen backends. No step may be in flight. Takes as long as some small steps."""
+        """Have the runner go on with the chosen backends, or, should these fail in steps of nobody's requests, with what it has.
+
+        No step may be in flight. Takes as long as some small steps.
+        """
         relay, self._built = self._built, None
         assert relay is not None, "is_ready says when"
-        began = time.monotonic()
-        runner.parts.socket.relay = relay
-        warm_up(runner.parts, longest=_LONGEST_TRIED)
-        runner.backend_changed()
+        began, socket = time.monotonic(), runner.parts.socket
+        socket.relay, first = relay, socket.relay
+        try:
+            warm_up(runner.parts, longest=_LONGEST_TRIED)
+            runner.backend_changed()
+        except Exception as error:  # of plugins; if the device is lost, the first backends fail here too
+            socket.relay = first
+            runner.backend_changed()
+            self._stay(error)
+            return
         self.running = self._chosen
         self._names, self._ended_s = (), time.monotonic()
         _log.info("attention is %s from now on; changing over took %.2f s", self.running, self._ended_s - began)
@@ -75,6 +84,9 @@ class Changeover:
             _log.info("the kernels of %s were compiled after %.0f s", self._backends, time.monotonic() - self._began_s)
             self._built = self._build()
         except Exception as error:  # of compilers and plugins; whoever waits for an answer has one without them
-            self._names, self._ended_s = (), time.monotonic()
-            self._failure = f"{type(error).__name__}: {error}"
-            _log.warning("the engine stays with the attention backends that it began with: %s", self._failure)
+            self._stay(error)
+
+    def _stay(self, error: Exception) -> None:
+        self._names, self._ended_s = (), time.monotonic()
+        self._failure = f"{type(error).__name__}: {error}"
+        _log.warning("the engine stays with the attention backends that it began with: %s", self._failure)

@@ -104,11 +104,13 @@ class Runner:
         return False
 
     def backend_changed(self) -> None:
-        """The socket has other attention backends: capture decoding steps anew, as they are needed. No step may be in flight."""
+        """The socket has other attention backends: capture steps anew, as they are needed. No step may be in flight."""
         if (graphs := self.graphs) is not None:
             graphs.captured.clear()  # the new ones are in their memory
             self.graphs = graphs.build(graphs.steps)
-            self._paths = self._make_paths()
+        if self.pieces is not None:
+            self.pieces.backend_changed()
+        self._paths = self._make_paths()
 
     def _make_paths(self) -> Paths:
         late = self.draft_model is None or self.draft_model.takes_late

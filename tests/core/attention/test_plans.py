@@ -222,6 +222,9 @@ def test_a_captured_plan_is_refreshed_for_batches_that_agree_with_it_and_runs_in
     eager = relay.plan(make_batch([1, 1], phase=Phase.DECODE))
     with pytest.raises(StalePlan, match="cannot be refreshed"):
         relay.refresh(plan_of(eager), make_batch([1, 1], phase=Phase.DECODE))
+    anothers = dataclasses.replace(plan_of(batch), key=plan_of(batch).key._replace(backend="another"))
+    with pytest.raises(StalePlan, match="cannot be refreshed"):
+        relay.refresh(anothers, make_batch([1, 1], phase=Phase.DECODE))
     relay.refresh(plan_of(batch), make_batch([1, 1], phase=Phase.DECODE))
     with pytest.raises(StalePlan, match="was refreshed for another batch; only its graph may run with it"):
         call(relay, batch)

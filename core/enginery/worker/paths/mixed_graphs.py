@@ -72,11 +72,21 @@ class MixedGraphs:
         self._parts, self.model, self.socket, self.feed, self.results = parts, parts.model, parts.socket, parts.feed, parts.results
         self.geometry, self.hidden, self._most_keys = parts.pool.geometry, hidden, most_keys(parts.pool.geometry)
         self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
-        done = whole and parts.relay.ask("init_mixed_graph_state", max_batch_size=most_requests, max_num_tokens=len(hidden))
-        self._capture_whole = whole if done else None
-        self._kinds = (False,) if not done else (True, False) if in_pieces_too else (True,)
+        self._whole, self._in_pieces_too = whole, in_pieces_too
         self._captured: dict[GraphKey, _Captured] = {}
         self._refused: set[int] = set()  # numbers of rows of a request that decodes
+        self.backend_changed()
+
+    def backend_changed(self) -> None:
+        """Capture the largest size as the backend can be. Of one before, only pieces stay: they have nothing of it."""
+        most_rows = len(self.hidden)
+        done = self._whole and self._parts.relay.ask(
+            "init_mixed_graph_state", max_batch_size=self._most_requests, max_num_tokens=most_rows
+        )
+        self._capture_whole = self._whole if done else None
+        self._kinds = (False,) if not done else (True, False) if self._in_pieces_too else (True,)
+        self._captured = {key: captured for key, captured in self._captured.items() if not key.whole}
+        self._refused.clear()
         self.provide(GraphKey(self.sizes[-1], self._kinds[0]))
 
     def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:

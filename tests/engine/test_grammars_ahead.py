@@ -176,6 +176,38 @@ def test_what_is_asked_about_drafts_has_a_bound_of_its_own() -> None:
     state.fill_mask(row)
 
 
+def test_a_state_that_fails_on_its_way_back_ends_its_answer_alone(plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: Fussy, count: int) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Fussy, "rollback", fail)
+    told, error = answer("none", -1, Guesses({at: plain[at : at + 2] for at in range(16)}))
+    assert told == plain[: len(told)]
+    assert len(told) < len(plain)
+    assert error is not None
+    assert "plugin p (enginery-p==1) failed in the answer's grammar: KeyError: 'a bug'" in error
+
+
+def test_what_fails_behind_a_wrong_draft_is_forgotten_with_it() -> None:
+    class EndsBadly(Fussy):
+        @property
+        def is_finished(self) -> bool:
+            assert 7 not in self.taken
+            return False
+
+        @is_finished.setter
+        def is_finished(self, value: bool) -> None: ...
+
+    state, row = BoundedState.of(EndsBadly("none", -1), "plugin p"), np.zeros(1, np.int32)
+    assert isinstance(state, RevocableBoundedState)
+    assert state.accept(7)
+    assert not state.is_finished
+    with pytest.raises(RequestError, match="plugin p failed"):
+        state.fill_mask(row)
+    state.rollback(1)
+    state.fill_mask(row)
+
+
 def test_a_state_that_cannot_go_back_is_bounded_all_the_same() -> None:
     class Forward:
         is_finished = False

@@ -74,6 +74,8 @@ class Slow:
 
         @property
         def is_finished(self) -> bool:
+            if self.source == "ends badly" and self.num_accepted == 3:
+                raise KeyError("a bug")
             return self.source == "ends" and self.num_accepted == 3
 
 
@@ -178,7 +180,7 @@ def test_an_answer_that_has_ended_is_not_asked_for_more(slow: tuple[Registry, Sl
 
 
 @in_turn(
-    ("source", ["broken", "fails", "nothing", "liar", "starts badly", "stateless", "buggy", "buggy later"]),
+    ("source", ["broken", "fails", "nothing", "liar", "starts badly", "stateless", "buggy", "buggy later", "ends badly"]),
     ("overlap", [False, True]),
 )
 def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow], source: str, *, overlap: bool) -> None:
@@ -195,6 +197,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow]
         "stateless": (0, "plugin p (enginery-p==1) built None, which is no GrammarState: it has no fill_mask, accept, is_finished"),
         "buggy": (2, "plugin p (enginery-p==1) failed in the answer's grammar: KeyError: 'a bug'"),
         "buggy later": (2, "does not take the token 5"),
+        "ends badly": (3, "plugin p (enginery-p==1) failed in the answer's grammar: KeyError: 'a bug'"),
     }
     count, error = expected[source]
     assert len(tokens(outputs["bad"])) == count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -47,6 +47,7 @@ class BoundedState:
         self._state, self._source = state, source
         self._mask_s = TOKEN_S  # what a mask may take
         self._over_s = 0.0
+        self._failed: RequestError | None = None  # what the next mask raises
 
     @classmethod
     def of(cls, state: GrammarState, source: str) -> BoundedState:
@@ -55,6 +56,8 @@ class BoundedState:
 
     def fill_mask(self, row: np.ndarray) -> None:
         """Raises `RequestError` when the time is used up, or the plugin fails, too."""
+        if self._failed is not None:
+            raise self._failed
         begun_s = time.thread_time()
         try:
             self._state.fill_mask(row)
@@ -65,19 +68,23 @@ class BoundedState:
             raise RequestError("the answer's grammar takes too much time at every token; make it simpler", param="grammar")
 
     def accept(self, token_id: int) -> bool:
-        """Its time counts too. A state that fails takes nothing."""
-        begun_s = time.thread_time()
-        try:
-            return self._state.accept(token_id)
-        except FAULTS as error:  # a plugin's code
-            _failure(self._source, error)
-            return False
-        finally:
-            self._over_s += time.thread_time() - begun_s
+        """Its time counts too. A state that fails takes nothing. One that has failed is asked no more: the next mask says why."""
+        return self._failed is not None or self._ask(lambda: self._state.accept(token_id))
 
     @property
     def is_finished(self) -> bool:
-        return self._state.is_finished
+        """Its time counts too. A state that fails, or has failed, goes on to the next mask, which says why."""
+        return self._failed is None and self._ask(lambda: self._state.is_finished)
+
+    def _ask(self, ask: Callable[[], bool | None]) -> bool:
+        begun_s = time.thread_time()
+        try:
+            return bool(ask())
+        except FAULTS as error:  # a plugin's code
+            self._failed = _failure(self._source, error)
+            return False
+        finally:
+            self._over_s += time.thread_time() - begun_s
 
 
 class RevocableBoundedState(BoundedState):
@@ -92,10 +99,9 @@ class RevocableBoundedState(BoundedState):
         self._ahead_over_s = 0.0
 
     def rollback(self, count: int) -> None:
-        """Its time counts too."""
-        begun_s = time.thread_time()
-        self._revocable.rollback(count)
-        self._over_s += time.thread_time() - begun_s
+        """Its time counts too. What failed behind these tokens is forgotten; should this fail, the next mask says so."""
+        self._failed = None
+        self._ask(lambda: self._revocable.rollback(count))
 
     @contextmanager
     def ahead(self, num_masks: int) -> Iterator[None]:

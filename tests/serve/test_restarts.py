@@ -8,10 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx
+import pytest
 from fake_engine import BREAK, HELD
 from running import PATIENCE_S, SERVER, child_of, started, wait_until
+
+from enginery.errors import ConfigError
+from enginery.serve.engine import replicas
 
 KILLED = "the engine's process was killed by SIGKILL"
 
@@ -119,3 +124,52 @@ def test_a_signal_while_it_starts_again_ends_the_server(folder, monkeypatch, tmp
         wait_until(lambda: client.get("/health").json() == {"status": "restarting"})
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("num_refused", [1, 3])
+def test_where_the_system_refuses_a_process_another_is_tried_while_restarts_are_left(with_server, monkeypatch, caplog, num_refused):
+    monkeypatch.setattr(replicas, "_AGAIN_S", 0.05)
+
+    async def scenario(live):
+        (replica,) = live.service.engine.replicas
+        start, left = replica._start, iter(range(num_refused))
+
+        async def refuse(**given):
+            if next(left, None) is not None:
+                raise ConfigError("an engine cannot be started: [Errno 12] Cannot allocate memory")
+            return await start(**given)
+
+        monkeypatch.setattr(replica, "_start", refuse)
+        os.kill(live.engine.child.pid, signal.SIGKILL)
+        if num_refused == 1:
+            await live.until(lambda: replica.state == "ready" and replica.num_restarts == 2)
+            assert (await live.complete("hello world")).json()["choices"][0]["text"] == "hello world"
+        else:
+            assert "Cannot allocate memory" in await live.service.engine.died
+            assert live.service.engine.state == "dead"
+        assert caplog.text.count("could not be started again: an engine cannot be started: [Errno 12]") == num_refused
+
+    with_server(scenario, restarts=3)
+
+
+def test_one_with_other_plugins_is_ended_and_not_started_again(with_server):
+    async def scenario(live):
+        before = live.engine
+        before.manifest = SimpleNamespace(digest=lambda: "what it was started with")
+        os.kill(before.child.pid, signal.SIGKILL)
+        assert "loaded other plugins than this one" in await live.service.engine.died
+        assert (live.service.engine.state, live.service.engine.replicas[0].num_restarts) == ("dead", 1)
+        assert not live.engine.child.is_running
+
+    with_server(scenario, restarts=3)
+
+
+def test_a_bug_of_what_looks_after_an_engine_is_told(with_server, caplog):
+    async def scenario(live):
+        live.service.engine.is_back = lambda facts: 1 / 0
+        os.kill(live.engine.child.pid, signal.SIGKILL)
+        assert "failed with ZeroDivisionError" in await live.service.engine.died
+        assert "nothing looks after the engine any more" in caplog.text
+        assert "failed with ZeroDivisionError" in str(live.service.engine.death())
+
+    with_server(scenario, restarts=3)

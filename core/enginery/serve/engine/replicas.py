@@ -27,6 +27,7 @@ from enginery.serve.engine.totals import total
 from enginery.serve.http.faults import EngineRestarts
 from enginery.serve.http.metrics import RequestMeter
 
+_AGAIN_S: Final = 1.0  # until another process is tried where the system refused one
 _log: Final = logging.getLogger(__name__)
 
 
@@ -56,6 +57,7 @@ class Replica:
         self._facts: EngineFacts | None = None
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(self._kept)
 
     @property
     def state(self) -> EngineState:
@@ -94,27 +96,43 @@ class Replica:
 
     async def _keep(self) -> None:
         """Until it has died for good."""
-        while True:
-            why = await asyncio.shield(self.client.died)
-            if not self._comes_back:
-                self.died.set_result(why)
-                return
-            await self._restart(why)
+        why = await asyncio.shield(self.client.died)
+        while self._comes_back:
+            why = await self._live_again(why)
+        self.died.set_result(why)
 
-    async def _restart(self, why: str) -> None:
+    async def _live_again(self, why: str) -> str:
+        """One life more, of a process as the one before it, which ended for `why`. Returns why it ended, or could not begin."""
         self._left -= 1
         self.num_restarts += 1
         began_s = time.monotonic()
         _log.warning("%s is started again, %d times more at the most; it ended: %s", self.name, self._left, why)
         before, _ = self.client, self.facts
-        self.client = await self._start(meter=before.meter, comes_back=self._left > 0)
+        try:
+            self.client = await self._start(meter=before.meter, comes_back=self._left > 0)
+        except EnginError as error:  # the system refuses a process, which may pass
+            _log.warning("%s could not be started again: %s", self.name, error)
+            await asyncio.sleep(_AGAIN_S)
+            return str(error)
         self.client.restarted_for = why
         self.prefixes.clear()
         await before.stop()
-        with contextlib.suppress(EngineDied):  # `_keep` sees to it
+        try:
             facts = await self.client.ready(before.manifest.digest())
+        except EngineDied as error:
+            if not self.client.died.done():  # it has other plugins, and so would the next
+                self._left = 0
+                await self.client.child.give_up(str(error))
+        else:
             _log.warning("%s serves again, after %.1f s", self.name, time.monotonic() - began_s)
             self._is_back(facts)
+        return await asyncio.shield(self.client.died)
+
+    def _kept(self, keeping: asyncio.Task[None]) -> None:
+        """A bug that ends what looks after it is its end too."""
+        if not keeping.cancelled() and (error := keeping.exception()) is not None:
+            _log.error("nothing looks after %s any more", self.name, exc_info=error)
+            self.died.set_result(f"what looks after {self.name} failed with {type(error).__name__}: {error}")
 
     async def stop(self) -> None:
         """End it for good. May be called twice."""
@@ -224,7 +242,8 @@ class Replicas:
                 client = replica.client
                 return EngineRestarts(client.died.result() if client.died.done() else client.restarted_for)
         dead = [*reversed(self._dead), *self.replicas]
-        return next(replica.client for replica in dead if replica.client.died.done()).death()
+        ended = next((replica.client for replica in dead if replica.client.died.done()), None)
+        return EngineDied(self.died.result()) if ended is None else ended.death()
 
     async def stop(self) -> None:
         """End all processes, by force where one does not end. May be called twice."""

@@ -73,4 +73,5 @@ def how_it_ended(code: int) -> str:
     """What comes after the name of a process that ended with this code of `subprocess`."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL, as the kernel does when memory runs out; dmesg tells if it was that"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")  # real-time ones have no names
+    return f"was killed by {name}" if code < 0 else f"ended with exit code {code}"

@@ -96,7 +96,10 @@ class EngineClient:
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._relaying = asyncio.create_task(child.relay_stderr())
-        self._tasks = [self._relaying, *(asyncio.create_task(work) for work in (self._listen(), self._watch()))]
+        self._watching = asyncio.create_task(self._watch())
+        self._tasks = [self._relaying, self._watching, asyncio.create_task(self._listen())]
+        for task in self._tasks[1:]:
+            task.add_done_callback(self._ended_early)
 
     @classmethod
     async def start(
@@ -176,6 +179,8 @@ class EngineClient:
         self._asked.append(answer)
         await self.send(message)
         await asyncio.wait((answer, self.died), timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done() and self.died.done():
+            raise self.death()
         if not answer.done():
             raise EngineBusy(f"the engine is busy, and has not answered in {_ANSWER_S:g} s; it will do it between two steps")
         return answer.result()
@@ -247,6 +252,17 @@ class EngineClient:
         self.stats = dataclasses.replace(self.stats, num_running=0, num_waiting=0)
         self.died.set_result(self.child.epitaph(self._failed))
         self.fail_requests(self.death)
+
+    def _ended_early(self, task: asyncio.Task[None]) -> None:
+        """A bug that ends what listens or watches ends the process too: nobody would hear of it any more."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        why = f"its client failed with {type(error).__name__}: {error}"
+        _log.error("the engine's process is killed: %s", why, exc_info=error)
+        self._tasks.append(asyncio.create_task(self.child.give_up(why)))
+        if task is self._watching:
+            _settle(self.died, f"the engine's process was killed: {why}")
+            self.fail_requests(self.death)
 
     def death(self) -> EngineDied:
         """The error to raise now that the process is dead; a fresh one for each who raises it."""

@@ -255,6 +255,23 @@ def test_a_refusal_is_kept_and_a_busy_machine_is_not(queue: GrammarQueue, compil
     assert compilers.counts == {"bad": 1, "busy": 3}
 
 
+def test_where_no_thread_can_be_started_the_request_is_told_to_come_back(
+    queue: GrammarQueue, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        found = ask(queue, "x")
+    assert isinstance(found, Overloaded)
+    assert "the system refuses a thread" in str(found)
+    assert "can't start new thread" in str(found)
+    assert isinstance(ask(queue, "x"), BoundedState)
+    assert not queue.num_waiting
+    assert compilers.counts == {"x": 1}
+
+
 def test_what_a_plugin_breaks_with_while_it_finishes_names_it(registry_with: Callable[[object], GrammarQueue]) -> None:
     def finish() -> CompiledGrammar:
         raise ZeroDivisionError("a bug")

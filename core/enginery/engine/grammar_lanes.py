@@ -6,12 +6,12 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
 from enginery.contracts.grammars import CompiledGrammar, Grammar, UnfinishedGrammar
-from enginery.errors import RequestError
+from enginery.errors import Overloaded, RequestError
 
 _STACK_BYTES: Final = 512 << 20  # compilers recurse into what is nested; only what is used of it takes memory
 _MAX_UNLOOKED: Final = 64
@@ -47,8 +47,7 @@ class Lane:
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_threads, self._name = num_threads, name
         self._queues: OrderedDict[str, deque[CompileJob]] = OrderedDict()  # the client whose turn is next comes first
         self._running: list[tuple[Future[CompiledGrammar | UnfinishedGrammar], str]] = []
 
@@ -68,14 +67,30 @@ class Lane:
             if not self._queues[client]:
                 del self._queues[client]
             if job.num_waiting and job.future is None and job.outcome is None:
-                usual = threading.stack_size(_STACK_BYTES)
-                try:
-                    job.future, job.since_s = self._pool.submit(job.work), time.monotonic()
-                finally:
-                    threading.stack_size(usual)
+                job.future, job.since_s = self._begun(job.work), time.monotonic()
                 self._running.append((job.future, client))
+
+    def _begun(self, work: _Work) -> Future[CompiledGrammar | UnfinishedGrammar]:
+        """On a thread of its own. Where the system refuses one, that is what has come of it."""
+        future: Future[CompiledGrammar | UnfinishedGrammar] = Future()
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=_run, args=(work, future), name=self._name).start()
+        except RuntimeError as error:
+            why = f"the system refuses a thread that compiles the grammar ({error}); send the request again later"
+            future.set_exception(Overloaded(why, param="grammar"))
+        finally:
+            threading.stack_size(usual)
+        return future
 
     def _next_client(self) -> str | None:
         busy = [client for _, client in self._running]
         most = max(1, self._num_threads - 1)
         return next((client for client in self._queues if busy.count(client) < most), None)
+
+
+def _run(work: _Work, future: Future[CompiledGrammar | UnfinishedGrammar]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # the boundary of the thread
+        future.set_exception(error)

@@ -24,8 +24,9 @@ from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts import parts
 from enginery.worker.paths import mixed_graphs
-from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.captured_step import CapturedStep, Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
+from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
@@ -173,6 +174,23 @@ def test_without_memory_for_a_capture_no_more_are_tried_and_requests_go_on(
         assert len(captures) == before
         assert_equal(serve(engine, requests_of(2)), expected)
         assert len(captures) > before, "when they were needed"
+
+
+def test_without_memory_for_a_capture_that_is_needed_such_steps_run_eagerly_from_then_on(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[GraphKey]()
+
+    def full(steps: DecodeCapture, key: GraphKey) -> CapturedStep:
+        tried.append(key)
+        raise torch.OutOfMemoryError("no memory")
+
+    with on_cuda(dataclasses.replace(by_itself(**SIZES), draft_length="3"), registry) as (engine, _):
+        monkeypatch.setattr(DecodeCapture, "capture", full)
+        for _ in range(2):
+            assert_equal(serve(engine, requests_of(2)), expected)
+    assert len(tried) == len(set(tried)) > 0
+    assert caplog.text.count("run eagerly from now on: no memory") == len(tried)
 
 
 @pytest.mark.parametrize("changes", [MESHES["tp"], {"graphs": False}])

@@ -77,7 +77,8 @@ def _capture_on_devices(
             most_starts=0 if drafts is None else _most_starts(choice, parts, draft),
             most_positions=choice.settings.max_model_len,
         )
-        steps = DecodeCapture(parts, most, head=_head(choice, parts), record=alone, speculation=speculation)
+        num_ranks, head = choice.parallel.num_ranks, _head(choice, parts)
+        steps = DecodeCapture(parts, most, head=head, record=alone, speculation=speculation, num_ranks=num_ranks)
         graphs = DecodeGraphs.build(steps)
         if graphs is None:
             return Captured()

@@ -66,7 +66,7 @@ NO_SPECULATION: Final = Speculation()
 @dataclass(frozen=True, eq=False)
 class DecodeCapture:
     """most_rows: of a step. head: None where what is chosen from hidden states is of all ranks; then these are left. fills: pending
-    ids are filled in within what is captured; else before it, where there are some.
+    ids are filled in within what is captured; else before it, where there are some. num_ranks: of the engine; they capture alike.
     """
 
     parts: StepParts
@@ -76,6 +76,7 @@ class DecodeCapture:
     record: Capture
     speculation: Speculation = NO_SPECULATION
     fills: bool = True
+    num_ranks: int = 1
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> CapturedStep:

@@ -99,8 +99,16 @@ class DecodeGraphs:
         return key in self.captured
 
     def ready(self, step: StepInput) -> bool:
-        """Whether there is a graph of the step's size, see `provide`. If not, it has to run eagerly."""
-        return self.provide(self._key_of(step))
+        """Whether there is a graph of the step's size, see `provide`. If not, as without memory for it, it has to run eagerly."""
+        key = self._key_of(step)
+        try:
+            return self.provide(key)
+        except torch.OutOfMemoryError as error:
+            if self.steps.num_ranks > 1:  # others have captured it
+                raise
+            _log.warning("steps of %d requests of %d rows run eagerly from now on: %s", key.size, key.length, error)
+            self._refused.add(key)
+            return False
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is `ready`."""

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from enginery.errors import RequestError
+from enginery.serve.api.chat_templates import TemplateTurns
+from enginery.serve.api.served_model import ServedModel
+from enginery.serve.schemas.body_decoding import decode_request
+from enginery.serve.schemas.chat import ChatRequest
 from enginery.text.template import ChatTemplate
 from enginery.text.template_process import Limits
 
@@ -127,3 +136,49 @@ def test_a_model_without_a_template_is_ready(with_server):
         assert "--chat-template FILE" in refused.json()["error"]["message"]
 
     with_server(scenario)
+
+
+def test_a_conversation_that_takes_too_long_is_not_told_in_other_ways(monkeypatch):
+    """Of which there are several, as it has reasoning, calls and tools."""
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
+    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+    thought = {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": calls}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [{"role": "user", "content": "q"}, thought, *answers], "tools": tools}
+    asked = decode_request(json.dumps(body).encode(), ChatRequest)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template, rendered = ChatTemplate(loops, variables={}, limits=Limits(cpu_s=0.3)), []
+    render = ChatTemplate._rendered
+    monkeypatch.setattr(ChatTemplate, "_rendered", lambda self, rendering: (rendered.append(rendering), render(self, rendering))[1])
+    model = ServedModel(facts=SimpleNamespace(), text=SimpleNamespace(template=template))
+    with pytest.raises(RequestError, match="took over"):
+        asyncio.run(model.render(asked, tools=asked.tools))
+    template.close()
+    assert len(rendered) == 1
+
+
+def test_the_turn_of_who_has_left_ends_with_its_thread():
+    begun, go = [], threading.Event()
+
+    def slow():
+        begun.append("slow")
+        assert go.wait(50)
+        return ""
+
+    async def scenario():
+        turns, template = TemplateTurns(), SimpleNamespace(limits=Limits(wall_s=50))
+        first = asyncio.create_task(turns.render(template, slow))
+        while not begun:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        second = asyncio.create_task(turns.render(template, lambda: begun.append("next") or "text"))
+        await asyncio.sleep(0.2)
+        assert first.cancelled()
+        assert begun == ["slow"]
+        go.set()
+        assert await second == "text"
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        go.set()

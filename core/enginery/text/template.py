@@ -39,6 +39,10 @@ class TemplateStuck(EnginError):
     """The process that renders templates does not answer, by no fault of the conversation. Served as HTTP 503."""
 
 
+class TemplateTooSlow(RequestError):
+    """A template ran out of its time or memory over a conversation; told in another way, it would do so again."""
+
+
 def read_template(folder: Path | str) -> str | None:
     """The template of a checkpoint; None if it has none. Raises `CheckpointError`.
 
@@ -179,7 +183,7 @@ class ChatTemplate:
                 except RendererDied as death:
                     self.close()
                     if death.by_itself:
-                        raise RequestError(
+                        raise TemplateTooSlow(
                             f"the chat template took over {limits.cpu_s:g} s or {limits.memory_bytes >> 20} MiB for these messages",
                             param="messages",
                         ) from None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from enginery.contracts.parsers import ParserSpec, Told, writes_tools
 from enginery.errors import RequestError
@@ -15,6 +15,7 @@ from enginery.serve.schemas.chat import ChatRequest, FunctionTool
 from enginery.text.template import ChatTemplate, TemplateStuck
 
 _Message = dict[str, Any]
+ResultT = TypeVar("ResultT")
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as Qwen and GLM, and as DeepSeek call it
 _LATE_S: Final = 2.0
 _PROBE_S: Final = 2.0
@@ -130,20 +131,28 @@ class TemplateTurns:
                 await self._turn.acquire()
         except TimeoutError:
             raise TemplateStuck("the conversations before this one take too long to render; try again in a moment") from None
-        try:
-            self._began_s = time.monotonic()
-            text = await asyncio.to_thread(render)
-            self._answers = True
-            return text
-        finally:
-            self._turn.release()
+        text = await self._apart(render)
+        self._answers = True
+        return text
 
     async def can_render(self, template: ChatTemplate) -> bool:
         """Whether a conversation would be rendered soon. The process that renders is asked once a second at most."""
         if self._turn.locked():
             return time.monotonic() - self._began_s < _LATE_S
         if time.monotonic() - self._probed_s >= _PROBE_AGAIN_S:
-            async with self._turn:
-                self._began_s = self._probed_s = time.monotonic()
-                self._answers = await asyncio.to_thread(template.answers, _PROBE_S)
+            await self._turn.acquire()
+            self._probed_s = time.monotonic()
+            self._answers = await self._apart(partial(template.answers, _PROBE_S))
         return self._answers
+
+    async def _apart(self, work: Callable[[], ResultT]) -> ResultT:
+        """On a thread, which has the turn until it is done, though whoever waits for it may be gone before."""
+        self._began_s = time.monotonic()
+        working = asyncio.create_task(asyncio.to_thread(work))
+        working.add_done_callback(self._give_back)
+        return await asyncio.shield(working)
+
+    def _give_back(self, working: asyncio.Task[object]) -> None:
+        self._turn.release()
+        if not working.cancelled():
+            working.exception()  # nobody may be there to be told

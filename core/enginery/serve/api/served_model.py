@@ -20,6 +20,7 @@ from enginery.serve.http.faults import ContextExceeded, NoSuchModel
 from enginery.serve.schemas.chat import ChatRequest, FunctionTool
 from enginery.serve.schemas.completions import MAX_PROMPTS, CommonRequest, CompletionRequest
 from enginery.serve.schemas.structured_outputs import FieldGrammar
+from enginery.text.template import TemplateTooSlow
 from enginery.text.text_side import TextSide
 
 _INLINE_CHARS: Final = 4096
@@ -116,6 +117,8 @@ class ServedModel:
         for told, messages in ways_to_tell(asked, tools, asked.chat_template or template.source or "", self.parsers.tools):
             try:
                 return await self.turns.render(template, partial(render, messages, tools=told))
+            except TemplateTooSlow:
+                raise
             except RequestError as error:
                 refused = error
         raise refused or AssertionError("there is a way at least")

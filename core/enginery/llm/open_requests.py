@@ -40,13 +40,13 @@ class OpenRequests:
             for index, request in enumerate(choices_of(asked)):
                 if index:  # the prompt's log-probabilities are the same for all of its completions: the first one reports them
                     request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
-                self.engine.submit(request)
                 text = None if self._tokenizer is None else CompletionText(self._tokenizer, params, after=prompt.after)
                 growing = GrowingCompletion(
                     request_id=request.request_id, name=name, index=index, num_prompt_tokens=len(prompt.ids), text=text
                 )
                 group.append(growing)
                 self._open[request.request_id] = growing
+                self.engine.submit(request)  # last: whatever fails or interrupts this, what was submitted is aborted
         except BaseException:
             self.abort(group)
             raise

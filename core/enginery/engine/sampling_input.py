@@ -16,29 +16,32 @@ from enginery.contracts.step import Entries, Items, PromptTargets, SamplingInput
 from enginery.engine.grammar_budget import RevocableBoundedState
 from enginery.engine.grammars_ahead import ALL, DraftMasks, GrammarAhead
 from enginery.errors import RequestError
+from enginery.schedule.adjustments import Adjustments
 from enginery.schedule.request import Request, RequestStatus
 from enginery.worker.drafts.trees import depths_of, ways_of
 from enginery.worker.layout import drafts_of_items, places_within
 
 
 class SamplingRow(NamedTuple):
-    """One row to sample, the token at `position` of its request, of which the first `num_prompt_tokens` are the prompt.
+    """One row to sample, the token at `position` of its request: behind those that are told, and `drafts`.
 
-    A tuple, because a step has hundreds.
-
-    token_ids: all tokens before it, as far as they are known; what needs them is in `SamplingParams.reads_tokens`.
+    A tuple, because a step has hundreds. adjustments: of the request.
     """
 
-    params: SamplingParams
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
+    adjustments: Adjustments
     position: int
     grammar: GrammarState | GrammarAhead | None = None  # has accepted the output before it
+    drafts: Sequence[int] = ()
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the request asks for."""
+        return self.adjustments.params
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated before it."""
-        return self.position - self.num_prompt_tokens
+        return self.position - self.adjustments.num_prompt_tokens
 
 
 class GrammarFailures(NamedTuple):
@@ -149,12 +152,11 @@ def fill_masks(
 
 def _put_off_end(mask: np.ndarray, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
     """Where `min_tokens` or `ignore_eos` forbid the end, it comes only if the grammar allows nothing else. mask: [W]."""
-    ends = set(eos_token_ids) if row.params.ignore_eos else set()
-    if row.num_output_tokens < row.params.min_tokens:
-        ends |= {*eos_token_ids, *row.params.stop_token_ids}
-    kept = mask.copy()
-    for token in ends:
-        kept.view(np.uint32)[token >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (token & 31)))
+    is_early, kept = row.num_output_tokens < row.params.min_tokens, mask.copy()
+    ends = row.adjustments.ends(eos_token_ids) if is_early else np.array([], np.int64)
+    if row.params.ignore_eos:
+        ends = np.append(ends, np.array([*eos_token_ids], np.int64))
+    np.bitwise_and.at(kept.view(np.uint32), ends >> 5, ~(np.uint32(1) << (ends & 31).astype(np.uint32)))
     if kept.any():
         mask[:] = kept
 
@@ -170,7 +172,7 @@ def _rows(step: StepInput, requests: Sequence[Request], positions: Sequence[int]
     for index, count in zip(step.sampling.tolist(), step.sampled_rows.tolist(), strict=True):
         request, position = requests[index], positions[len(rows)]
         grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
-        row = SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, position, grammar)
+        row = SamplingRow(request.adjustments, position, grammar)
         rows.append(row)
         if count > 1 and ways is not None:
             rows += _rows_of_tree(row, drafts[index], ways[index], count - 1)
@@ -195,9 +197,9 @@ def _rows_behind(row: SamplingRow, drafts: Sequence[int], count: int) -> list[Sa
     masks = None if row.grammar is None else DraftMasks(cast("RevocableBoundedState", row.grammar), drafts)
     behind = [
         row._replace(
-            token_ids=(*row.token_ids, *drafts[:ahead]),
             position=row.position + ahead,
             grammar=None if masks is None else GrammarAhead(masks, ahead),
+            drafts=drafts[:ahead],
         )
         for ahead in range(1, 1 + len(drafts))
     ]
@@ -218,7 +220,7 @@ def _prompt_targets(items: Items, requests: Sequence[Request]) -> dict[int, Prom
     return found
 
 
-_Adjustment = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray | float]  # tokens, and a value for each or for all
+_Adjustment = tuple[np.ndarray, np.ndarray | float]  # tokens, and a value for each or for all
 
 
 def _entries(rows: Sequence[SamplingRow], find: Callable[[SamplingRow], _Adjustment | None]) -> Entries | None:
@@ -226,35 +228,34 @@ def _entries(rows: Sequence[SamplingRow], find: Callable[[SamplingRow], _Adjustm
     found = [(index, adjustment) for index, row in enumerate(rows) if (adjustment := find(row)) is not None]
     if not found:
         return None
-    tokens = [np.asarray(each, np.int64) for _, (each, _) in found]
-    at = np.repeat([index for index, _ in found], [len(each) for each in tokens])
-    values = [
-        np.broadcast_to(np.asarray(value, np.float64), len(each)) for each, (_, (_, value)) in zip(tokens, found, strict=True)
-    ]
-    return Entries(at=np.stack([at, np.concatenate(tokens)]), values=np.concatenate(values))
+    tokens = [each for _, (each, _) in found]
+    counts = [len(each) for each in tokens]
+    at = np.empty((2, sum(counts)), np.int64)
+    at[0] = np.repeat([index for index, _ in found], counts)
+    np.concatenate(tokens, out=at[1])
+    values = [np.broadcast_to(value, count) for count, (_, (_, value)) in zip(counts, found, strict=True)]
+    return Entries(at=at, values=np.concatenate(values))
 
 
 def _repetition(row: SamplingRow) -> _Adjustment | None:
     penalty = row.params.repetition_penalty
-    return None if penalty == 1 else (np.unique(np.asarray(row.token_ids, np.int64)), penalty)
+    return None if penalty == 1 else (row.adjustments.seen.tokens(row.drafts), penalty)
 
 
 def _penalties(row: SamplingRow) -> _Adjustment | None:
     params = row.params
     if not (params.presence_penalty or params.frequency_penalty) or not row.num_output_tokens:
         return None
-    output, counts = np.unique(np.asarray(row.token_ids[row.num_prompt_tokens :], np.int64), return_counts=True)
-    return output, params.presence_penalty + params.frequency_penalty * counts
+    told = row.adjustments.told
+    return told.tokens(row.drafts), params.presence_penalty + params.frequency_penalty * told.counts(row.drafts)
 
 
 def _biases(row: SamplingRow) -> _Adjustment | None:
-    bias = row.params.logit_bias
-    return (list(bias), list(bias.values())) if bias else None
+    return row.adjustments.biases if row.params.logit_bias else None
 
 
 def _forbidden(row: SamplingRow, eos_token_ids: frozenset[int]) -> _Adjustment | None:
     """The ends, as long as `min_tokens` puts them off; of a row with a grammar its mask does that."""
-    params = row.params
-    if row.num_output_tokens >= params.min_tokens or row.grammar is not None:
+    if row.num_output_tokens >= row.params.min_tokens or row.grammar is not None:
         return None
-    return sorted({*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *eos_token_ids}), 0.0
+    return row.adjustments.ends(eos_token_ids), 0.0

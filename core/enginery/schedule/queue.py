@@ -17,6 +17,7 @@ from enginery.contracts.step import pack_params
 from enginery.errors import RequestError
 from enginery.kv.manager import SequenceKV
 from enginery.kv.prefix import TOKEN_TYPECODE
+from enginery.schedule.adjustments import Adjustments
 from enginery.schedule.request import NEVER, Request
 
 _order = attrgetter("order")
@@ -65,6 +66,7 @@ class WaitingQueue:
             reads_tokens=params.reads_tokens,
             reports_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
             adjusts=params.reads_tokens or bool(params.logit_bias) or params.min_tokens > 0,
+            adjustments=Adjustments(params, token_ids, num_prompt),
             packed_params=pack_params(params),
             kv=SequenceKV(token_ids=token_ids, salt=asked.cache_salt),
         )

@@ -11,6 +11,7 @@ from typing import Final
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, TokenLogprob
 from enginery.kv.manager import SequenceKV
+from enginery.schedule.adjustments import Adjustments
 
 NEVER: Final = sys.maxsize
 
@@ -39,7 +40,8 @@ class Request:
     changes. num_computed: in steps completed or in flight. in_flight: steps not completed yet that it is in.
     greedy_from: from so many tokens on its next one is that of the largest logit; `NEVER` if that is adjusted, or drawn.
     reads_tokens: its next token depends on those before. reports_logprobs: log-probabilities go out, of its tokens or its prompt's.
-    adjusts: a logit may be changed before its token is chosen. packed_params: how that is drawn, see `pack_params`.
+    adjusts: a logit may be changed before its token is chosen, as `adjustments` say. packed_params: how that is drawn, see
+    `pack_params`.
     num_unfollowed: of the computed ones, in steps that no draft model followed.
     num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. prompt_logprobs: those of completed
     steps, until its first token is told. queued_s: how long it had waited when its first chunk was scheduled. grammar: what its
@@ -57,6 +59,7 @@ class Request:
     reads_tokens: bool
     reports_logprobs: bool
     adjusts: bool
+    adjustments: Adjustments
     packed_params: bytes
     status: RequestStatus = RequestStatus.WAITING
     kv: SequenceKV

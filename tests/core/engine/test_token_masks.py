@@ -18,6 +18,7 @@ from enginery.contracts.step import SamplingInput
 from enginery.engine.sampling_input import SamplingRow, fill_masks, sampling_input
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
+from enginery.schedule.adjustments import Adjustments
 from enginery.worker import sampling
 
 ANY = Grammar(kind=GrammarKind.JSON_OBJECT)
@@ -47,7 +48,7 @@ class Allows:
 def row(state: Allows | None, num_output: int = 0, **params: object) -> SamplingRow:
     given_params = SamplingParams(**{"seed": 0, "temperature": 0, "grammar": None if state is None else ANY, **params})
     token_ids = array("i", [1] * (1 + num_output))
-    return SamplingRow(params=given_params, token_ids=token_ids, num_prompt_tokens=1, position=len(token_ids), grammar=state)
+    return SamplingRow(Adjustments(given_params, token_ids, 1), position=len(token_ids), grammar=state)
 
 
 def prepared(*rows: SamplingRow, vocab_size: int = 70) -> tuple[SamplingInput, Mapping[int, str]]:

@@ -15,6 +15,7 @@ from enginery.contracts.request import SamplingParams
 from enginery.engine.sampling_input import SamplingRow, sampling_input
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
+from enginery.schedule.adjustments import Adjustments
 from enginery.testing.readback import no_reads
 from enginery.worker import sampling
 from enginery.worker.sampling import token_logprobs, uniform, uniform_on_device
@@ -29,12 +30,8 @@ def sample(table: torch.Tensor, rows: Sequence[SamplingRow], eos: frozenset[int]
 
 
 def row(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: object) -> SamplingRow:
-    return SamplingRow(
-        params=SamplingParams(**{"seed": 0, **params}),
-        token_ids=array("i", (*prompt, *output)),
-        num_prompt_tokens=len(prompt),
-        position=len(prompt) + len(output),
-    )
+    adjustments = Adjustments(SamplingParams(**{"seed": 0, **params}), array("i", (*prompt, *output)), len(prompt))
+    return SamplingRow(adjustments, position=len(prompt) + len(output))
 
 
 def logits(**peaks: float) -> torch.Tensor:
@@ -111,6 +108,21 @@ def test_penalties_follow_their_definitions() -> None:
     assert pick(values, row(prompt=(3,), temperature=0, presence_penalty=2)) == 3  # the prompt is not counted
     assert pick(values, row(prompt=(3,), temperature=0, repetition_penalty=1.5)) == 4  # here it is
     assert pick(-values.flip(0) - 1, row(prompt=tuple(range(7)), temperature=0, repetition_penalty=2.0)) == 9
+
+
+def test_of_many_rows_each_is_penalised_for_its_own_tokens() -> None:
+    torch.manual_seed(0)
+    table, expected, rows = torch.randn(45, 70), [], list[SamplingRow]()
+    for index in range(len(table)):
+        output, drafts = (index, 69, index), (7, index + 1, 5)[: index % 4]
+        one = row(prompt=(7, 31), output=output, temperature=0, repetition_penalty=(1.0, 1.7, 0.6)[index % 3])
+        rows.append(one._replace(drafts=drafts, position=5 + len(drafts)))
+        penalty = one.params.repetition_penalty
+        values = [float(value) for value in table[index]]
+        for token in {7, 31, *output, *drafts}:
+            values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+        expected.append(max(range(70), key=values.__getitem__))
+    assert sample(table, rows, frozenset()).tolist() == expected
 
 
 def test_logit_bias_adds() -> None:

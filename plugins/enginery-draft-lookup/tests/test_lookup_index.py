@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery_draft_lookup.index import NgramIndex
+from enginery_draft_lookup.index import STRIDE, NgramIndex
 
 
 def searched(tokens: list[int], count: int, *, least: int, most: int) -> list[int]:
@@ -61,4 +61,18 @@ def test_a_step_late_in_a_long_text_costs_what_an_early_one_does() -> None:
 
     early = cost()
     index.extend([rng.randrange(100) for _ in range(60_000)])
+    for _ in range(60_000 // STRIDE):
+        index.extend([])
     assert cost() < 20 * early + 0.01
+
+
+def test_a_long_prompt_is_found_over_several_steps_and_then_all_of_it() -> None:
+    index, rng = NgramIndex(), random.Random(0)
+    text = [rng.randrange(100, 1 << 30) for _ in range(5 * STRIDE)]
+    text += text[4 * STRIDE : 4 * STRIDE + 3]
+    index.extend(text)
+    assert len(index._next) <= 3 * STRIDE, "a step costs no more"
+    assert index.propose(3) == []
+    for _ in range(5):
+        index.extend([])
+    assert index.propose(3) == searched(text, 3, least=2, most=4) == text[4 * STRIDE + 3 : 4 * STRIDE + 6]

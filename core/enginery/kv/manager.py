@@ -22,7 +22,7 @@ class SequenceKV:
     are not written again. num_told: how many pages the workers have been told. announced: the page that it computes next, for which
     others wait. num_written: tokens that completed steps have computed, or that it found in the cache and need not compute. ready:
     items of one token that begin before it need no new page and no decision. seat: its number among the running sequences;
-    meaningless while it has no pages.
+    meaningless while it has no pages. found: while it waits, its prefix as it was found last.
 
     window, states: its pages of these kinds. marks: where resume points are to be made of its prompt, in order. points: those that
     were made and are not in the tree. superseded: those that count for less once it leaves one further along.
@@ -39,6 +39,7 @@ class SequenceKV:
     num_written: int = 0
     ready: int = 0
     seat: int = -1
+    found: CachedPrefix | None = None
     window: WindowPages = field(default_factory=WindowPages)
     states: StatePages = field(default_factory=StatePages)
     marks: list[int] = field(default_factory=list)
@@ -97,17 +98,17 @@ class KVCacheManager:
             return False
         found = CachedPrefix(self.cache.root, [], next_announced=False)
         if reuse:
-            found = self.cache.match(kv.token_ids, kv.salt)
+            found = kv.found = self.cache.match(kv.token_ids, kv.salt, kv.found)
             if found.next_announced:
                 return False
         self.cache.lock(found.node)
-        kv.node, kv.pages, kv.num_locked = found.node, array("i", found.pages), len(found.pages)
         self.finite.resume(kv, found.point)
         demand = self.demand(kv, len(kv.token_ids))
-        if not demand.plus(reserved).fits(self.available):
+        if not demand._replace(full=demand.full - len(found.pages)).plus(reserved).fits(self.available):
             self.finite.let_go(kv)
-            self._let_go(kv)
+            self.cache.unlock(found.node)
             return False
+        kv.node, kv.pages, kv.num_locked, kv.found = found.node, array("i", found.pages), len(found.pages), None
         kv.seat = self.free_seats.pop()
         num_matched = kv.num_shared = len(found.pages) * self.page_size
         kv.num_written = kv.ready = num_matched

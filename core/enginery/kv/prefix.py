@@ -78,6 +78,16 @@ class CachedPrefix(NamedTuple):
     next_announced: bool
     point: ResumePoint | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it was evicted: its nodes are in the tree and, as they never get any, have all of its pages."""
+        node, count = self.node, 0
+        while node.parent is not None:
+            if node.parent.children.get(node.branch) is not node:
+                return False
+            node, count = node.parent, count + len(node.pages)
+        return count == len(self.pages)
+
 
 class Inserted(NamedTuple):
     """What became of inserted pages. `duplicates` stay the caller's: the tree has other pages with the same content.
@@ -120,12 +130,19 @@ class RadixPrefixCache:
         self._idle: OrderedDict[PrefixNode, None] = OrderedDict()  # unlocked leaves, the least recently used first
         self._ticks = count(1)
 
-    def match(self, token_ids: array[int], salt: str) -> CachedPrefix:
-        """The longest cached prefix that leaves at least one token to compute."""
-        num_pages = (len(token_ids) - 1) // self._page_size
-        tokens = token_ids[: num_pages * self._page_size].tobytes()
-        node, pages = self._descend(tokens, salt)
-        next_announced = len(pages) < num_pages and (node, self._branch(node, tokens, len(pages), salt)) in self._announced
+    def match(self, token_ids: array[int], salt: str, known: CachedPrefix | None = None) -> CachedPrefix:
+        """The longest cached prefix that leaves at least one token to compute.
+
+        known: what was found of them before. Where the tree still has all of that, only what follows is looked at.
+        """
+        begun = known if known is not None and known.is_whole else CachedPrefix(self.root, [], next_announced=False)
+        first, num_pages = len(begun.pages), (len(token_ids) - 1) // self._page_size
+        tokens = token_ids[first * self._page_size : min(num_pages, first + 1) * self._page_size].tobytes()
+        if self._branch(begun.node, tokens, 0, salt) in begun.node.children:  # else there is no need for all of a long prompt
+            tokens = token_ids[first * self._page_size : num_pages * self._page_size].tobytes()
+        node, more = self._descend(tokens, salt, begun.node)
+        next_announced = len(more) < num_pages - first and (node, self._branch(node, tokens, len(more), salt)) in self._announced
+        pages = begun.pages + more if more else begun.pages
         return CachedPrefix(node, pages, next_announced, None if self.points is None else node.deepest_point())
 
     def lock(self, node: PrefixNode) -> None:
@@ -226,9 +243,10 @@ class RadixPrefixCache:
         branch = tokens[page * self._page_bytes : (page + 1) * self._page_bytes]
         return branch if node is not self.root else salt.encode() + branch
 
-    def _descend(self, tokens: bytes, salt: str) -> tuple[PrefixNode, list[int]]:
-        """Walk down as far as `tokens` go. An edge that is only partly matched is split where the match ends."""
-        node, pages = self.root, list[int]()
+    def _descend(self, tokens: bytes, salt: str, begin: PrefixNode | None = None) -> tuple[PrefixNode, list[int]]:
+        """Walk down from the root, or `begin`, as far as `tokens` go. An edge that is only partly matched is split where the match
+        ends."""
+        node, pages = begin or self.root, list[int]()
         while len(pages) * self._page_bytes < len(tokens):
             child = node.children.get(self._branch(node, tokens, len(pages), salt))
             if child is None:
@@ -268,7 +286,7 @@ class NoPrefixCache(RadixPrefixCache):
     def __init__(self) -> None:
         super().__init__(1, PageAllocator(0))
 
-    def match(self, token_ids: array[int], salt: str) -> CachedPrefix:
+    def match(self, token_ids: array[int], salt: str, known: CachedPrefix | None = None) -> CachedPrefix:
         return CachedPrefix(self.root, [], next_announced=False)
 
     def insert(self, token_ids: array[int], pages: list[int], salt: str) -> Inserted:

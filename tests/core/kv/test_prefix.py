@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from integrity import check_tree, pages_of
 from pairwise import examples
 
+from enginery.kv.kinds import Demand
+from enginery.kv.manager import KVCacheManager, SequenceKV
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import NoPrefixCache, RadixPrefixCache
 
@@ -181,6 +183,45 @@ def test_a_prompt_of_32k_tokens_takes_less_than_a_second(page_size):
     check_tree(cache)
 
 
+class Read(array):
+    """Counts the tokens that are taken out of it."""
+
+    count = 0
+
+    def __getitem__(self, at):
+        taken = super().__getitem__(at)
+        Read.count += len(taken) if isinstance(at, slice) else 1
+        return taken
+
+
+@pytest.mark.parametrize("num_cached", [0, 300, 4000])
+def test_who_waits_is_not_looked_for_again_where_nothing_of_it_went(num_cached):
+    cache, allocator = cache_of(num_pages=5000)
+    manager = KVCacheManager(2, cache, allocator, seats=range(2))
+    tokens = Read("i", range(1, 8001))
+    insert(cache, allocator, tokens[:num_cached])
+    waits = SequenceKV(token_ids=tokens, salt="")
+
+    def is_refused():
+        Read.count = 0
+        return not manager.enter(waits, reuse=True, reserved=Demand(4500))
+
+    assert is_refused()
+    for _ in range(3):
+        insert(cache, allocator, tokens_of(-1, -2, allocator.num_free, -4))
+        assert is_refused()
+        assert Read.count <= 4
+    cache.evict(cache.num_evictable // 2)
+    assert is_refused()
+    found = cache.match(tokens, "")
+    _, inserted = insert(cache, allocator, tokens[: 2 * len(found.pages) + 20])
+    allocator.give_back(inserted.duplicates)
+    found = cache.match(tokens, "")
+    assert manager.enter(waits, reuse=True, reserved=Demand(0))
+    assert waits.pages.tolist() == found.pages
+    assert len(found.pages) >= 10
+
+
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Random use; the model is a dict from (salt, whole-page prefix) to the page that holds its last `page_size` tokens.
 
@@ -194,6 +235,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache = RadixPrefixCache(page_size, self.allocator)
         self.model = {}
         self.locks = []
+        self.found = {}  # by salt and tokens
 
     def draw_tokens(self, data):
         """Few different pages, so that prefixes meet."""
@@ -221,7 +263,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if key not in self.model:
                 break
             expected.append(self.model[key])
-        found = self.cache.match(tokens, salt)
+        key = salt, tokens.tobytes()
+        found = self.found[key] = self.cache.match(tokens, salt, self.found.get(key))
         assert found.pages == expected
         if lock:
             self.cache.lock(found.node)

@@ -95,21 +95,18 @@ class ResumePoints:
     def drop_with(self, kind: MemoryKind, page: int) -> None:
         """Give up every point that has this page."""
         with self._counting(kind):
-            for point in list(self):
-                if page in point.pages[kind]:
-                    self.drop(point)
+            for point in [point for point in self if page in point.pages[kind]]:
+                self.drop(point)
 
     def evict(self, kind: MemoryKind, num_free: int) -> None:
         """Give up points until so many pages of the kind are free. They must be available. None goes whose pages are all in use."""
         allocator = self.allocators[kind]
-        if allocator.num_free >= num_free:
-            return
         with self._counting(kind):
-            for point in list(self):
-                if any(not allocator.users(page) for page in point.pages[kind]):
-                    self.drop(point)
-                    if allocator.num_free >= num_free:
-                        return
+            while allocator.num_free < num_free:
+                idle = (point for point in self if any(not allocator.users(page) for page in point.pages[kind]))
+                if (point := next(idle, None)) is None:
+                    return
+                self.drop(point)
 
     @contextmanager
     def _counting(self, kind: MemoryKind) -> Iterator[None]:

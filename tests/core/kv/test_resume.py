@@ -36,6 +36,28 @@ def point_at(cache, states, position, tokens, **how):
     return point, cache.attach(point, tokens, "")
 
 
+def test_to_give_up_one_of_many_points_looks_at_no_more():
+    class Counted(ResumePoints):
+        num_seen = 0
+
+        def __iter__(self):
+            for point in super().__iter__():
+                self.num_seen += 1
+                yield point
+
+    states = PageAllocator(1000)
+    points = Counted({STATE: states})
+    for position in range(1000):
+        (page,) = states.take(1)
+        points.make(position, {STATE: (page,)})
+        if position:
+            states.give_back([page])  # the first one's is in use
+    points.evict(STATE, 3)
+    assert (states.num_free, points.num_evicted[STATE]) == (3, 3)
+    assert points.num_seen <= 6
+    assert len(list(points)) == 997
+
+
 def test_a_page_is_free_when_its_last_owner_gives_it_back():
     allocator = PageAllocator(2)
     pages = allocator.take(1)

@@ -1,15 +1,18 @@
-"""What the engine says of guesses that are seldom right."""
+"""What the engine says of guesses that are seldom right, and what it keeps of a trace."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from enginery.contracts.batch import Phase
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import RequestOutput
-from enginery.engine.meter import StepMeter
+from enginery.contracts.step import StepInput, StepTimes
+from enginery.engine.meter import StepMeter, StepTrace
 from enginery.plugin.registry import Registry
 from enginery.schedule.scheduler import Scheduler
 
@@ -33,3 +36,11 @@ def test_guesses_that_are_seldom_right_are_warned_of_once(caplog: pytest.LogCapt
     assert len(caplog.records) == warns
     if warns:
         assert "told 1.00 tokens on average, of at most 4.0, in the first 256; was the draft model made" in caplog.text
+
+
+def test_a_trace_that_is_written_keeps_nothing(tmp_path: Path) -> None:
+    trace = StepTrace(2, tmp_path / "trace.json")
+    for number in range(4):
+        trace.add(StepInput(number=number, phase=Phase.DECODE), StepTimes(1, 2, 3, 4), began_s=0, scheduled_s=0.5)
+        assert len(trace._events) == (5, 0, 0, 0)[number]
+    assert len(json.loads(trace.path.read_text())["traceEvents"]) == 10

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine.draft_models import embedded
+import torch
+from engine.draft_models import changed_head, embedded
 from offers import offering
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
 from parity.test_mamba import FAMILIES as MAMBA
+from safetensors.torch import load_file
 
 from enginery.config.resolve import DeviceFacts
 from enginery.config.schema import EngineOptions
@@ -89,6 +91,22 @@ def test_auto_sees_what_a_draft_model_is_that_is_given_by_its_name(registry: Reg
     chosen = choose(embedded(drafter="auto", draft_model="head"), offering(registry, CheckpointSpec, tiny, head))
     assert chosen.drafter is not None
     assert chosen.drafter.name == "eagle"
+
+
+def test_a_head_is_known_by_its_tensors_where_config_json_names_the_architecture_of_the_target(
+    registry: Registry, tmp_path: Path
+) -> None:
+    """As the heads of the authors of EAGLE do, whose weights are pickles."""
+    folder = changed_head(tmp_path, architectures=["LlamaForCausalLM"])
+    Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
+    pickled = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), pickled)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"architecture LlamaForCausalLM, and has not .* is a pickle of PyTorch, not read here"):
+        Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
+    whole = str(DRAFTERS["standalone"])
+    with pytest.raises(ConfigError, match=r"has not the tensors of such a head .*; give another --draft-model, or --drafter stand"):
+        Engine.build(embedded(drafter="eagle", draft_model=whole), registry)
 
 
 def on_a_gpu(asked: EngineOptions, registry: Registry) -> Choice:

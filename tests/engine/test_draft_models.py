@@ -244,10 +244,6 @@ def without_fc(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 HEADS: dict[str, tuple[dict[str, object], str]] = {
     "two layers": ({"num_hidden_layers": 2}, "has 2 layers (num_hidden_layers); a head has 1"),
-    "another architecture": (
-        {"architectures": ["LlamaForCausalLM"]},
-        "is of the architecture LlamaForCausalLM; give another --draft-model, or --drafter standalone for a whole model",
-    ),
     "another vocabulary": (
         {"vocab_size": 4000},
         "has a vocabulary of 4,000 tokens and enginery-tiny one of 4,096; both need",

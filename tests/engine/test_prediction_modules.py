@@ -117,6 +117,10 @@ def test_a_checkpoint_that_states_no_module_has_none(module_of: Callable[..., Mo
     for folder in (without, llama.folder):
         with pytest.raises(ConfigError, match=r"--drafter is mtp, a part of some models' own checkpoints"):
             Engine.build(options(folder, drafter="mtp"), registry)
+    with pytest.raises(ConfigError, match=r"no plugin runs that of LlamaForCausalLM yet, only those of .*DeepseekV3ForCausalLM"):
+        Engine.build(options(llama.folder, drafter="mtp"), registry)
+    with pytest.raises(ConfigError, match=r"config\.json of this one does not say that it has one; take another"):
+        Engine.build(options(without, drafter="mtp"), registry)
     several = module_of("deepseek-v3", num_nextn_predict_layers=2).folder
     with pytest.raises(CheckpointError, match=r"tensor 'model.layers.4.\S+' .* is missing"):
         Engine.build(options(several, drafter="mtp"), registry)

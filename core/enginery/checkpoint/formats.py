@@ -14,8 +14,9 @@ _GGUF: Final = (
     "as a folder or by its Hugging Face id"
 )
 _CONVERT: Final = (
-    "not read here, because loading it can run code; with transformers, AutoModelForCausalLM.from_pretrained(FOLDER)"
-    ".save_pretrained(NEW) writes safetensors"
+    "not read here, because loading it can run code; what is read is made of all such FILES by safetensors.torch.save_file("
+    "{name: each.contiguous().clone() for file in FILES for name, each in "
+    'torch.load(file, map_location="cpu", weights_only=True).items()}, "model.safetensors")'
 )
 _OTHER_WEIGHTS: Final = {  # by the ends of file names
     ".gguf": _GGUF,

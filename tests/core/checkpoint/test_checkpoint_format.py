@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from enginery.checkpoint import formats
 from enginery.checkpoint.folder import find_folder, read_config
 from enginery.contracts.weights import FormatNeeds
 from enginery.errors import CheckpointError
@@ -31,7 +34,7 @@ def write(folder: Path, *names: str) -> str:
         (("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"), ["is a LoRA adapter", "merge_and_unload"]),
         (("consolidated.safetensors", "params.json", "tokenizer.json"), ["Mistral's", "consolidated", "config.json"]),
         (("consolidated.00.pth", "params.json"), ["Meta's", "config.json"]),
-        (("pytorch_model.bin",), ["pickle of PyTorch", "save_pretrained"]),
+        (("pytorch_model.bin",), ["pickle of PyTorch", "weights_only=True"]),
         (("rank0.engine",), ["TensorRT-LLM"]),
         (("model_index.json",), ["diffusers"]),
     ],
@@ -98,3 +101,20 @@ def test_weights_of_another_format_beside_a_config_are_told(tmp_path: Path, name
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=words):
         scan(tmp_path)
+
+
+def test_the_advice_for_pickles_keeps_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as it is told. Tensors that share memory, and columns of others, are what save_file refuses."""
+    torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors")
+    importlib.import_module("safetensors.torch")
+    table = torch.arange(6.0).reshape(2, 3)
+    stored = {"fc.weight": table.T, "embed.weight": table, "head.weight": table}
+    pickles = [tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    torch.save(stored, pickles[0])
+    torch.save({"norm.weight": table[0]}, pickles[1])
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"safetensors.torch.save_file\(.*\)", str(formats.refuse_file(pickles[0])))
+    eval(code, {"torch": torch, "safetensors": safetensors, "FILES": pickles})
+    found = safetensors.torch.load_file("model.safetensors")
+    assert found.keys() == {*stored, "norm.weight"}
+    assert all(torch.equal(found[name], stored[name]) for name in stored)

@@ -49,12 +49,12 @@ def choose_drafter(
         return ChosenDrafter(None, 0, "")
     every = _beside(registry, config)
     if asked.drafter == "auto":
-        come = (*shipped, *(name for name, offer in every.items() if _is_stored(offer.spec, config, folder)))
+        come = (*shipped, *(name for name, offer in every.items() if _is_stored_part(offer.spec, config, folder)))
         offer, why = _best(every, registry, come=come, given=asked.draft_model)
         if offer is None:
             return ChosenDrafter(None, 0, why)
     else:
-        offer, why = _named(asked.drafter, every, registry, given=asked.draft_model), "asked for"
+        offer, why = _named(asked, every, registry, config), "asked for"
     length = _length(asked, offer, config)
     options = registry.options_for(offer.name)
     siblings = siblings_of(offer, options) if length else 0
@@ -68,7 +68,10 @@ def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer
     return {offer.name: offer for offer in registry.offers(DrafterSpec) if _suits(offer, config)}
 
 
-def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, given: str | None) -> Offer[DrafterSpec]:
+def _named(
+    asked: EngineOptions, every: Mapping[str, Offer[DrafterSpec]], registry: Registry, config: Mapping[str, object]
+) -> Offer[DrafterSpec]:
+    name, given = asked.drafter, asked.draft_model
     if (offer := every.get(name)) is not None:
         is_part = offer.spec.suits is not None
         if given is not None and (is_part or not offer.spec.is_model):
@@ -77,9 +80,20 @@ def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registr
         return offer
     names = {"auto", "off", *(offer.name for offer in registry.offers(DrafterSpec))}
     if name in names:
-        what = "a part of some models' own checkpoints, and config.json of this one does not say that it has one"
-        raise ConfigError(f"--drafter is {name}, {what}; take another drafter, or leave --drafter out")
+        raise _no_part(name, registry, config)
     raise PluginError(not_found("drafter", name, names, registry.records))
+
+
+def _no_part(name: str, registry: Registry, config: Mapping[str, object]) -> ConfigError:
+    """For a drafter that is a part of other models' checkpoints."""
+    models = (offer.spec.model for offer in registry.offers(DrafterSpec) if offer.name == name)
+    run, here = {each for model in models if model for each in model.architectures}, config["architectures"]
+    assert isinstance(here, list)
+    why = "config.json of this one does not say that it has one"
+    if not run & set(here):
+        why = f"no plugin runs that of {', '.join(here)} yet, only those of {', '.join(sorted(run))}"
+    what = f"a part of some models' own checkpoints, and {why}"
+    return ConfigError(f"--drafter is {name}, {what}; take another drafter, or leave --drafter out")
 
 
 def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:
@@ -94,10 +108,13 @@ def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:
         return spec.suits(config)
 
 
-def _is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
-    """Whether it is a part of the checkpoint, which has its tensors: who copies or converts one may leave them out."""
-    model = spec.model
-    if spec.suits is None or model is None:
+def _is_stored_part(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
+    return spec.suits is not None and is_stored(spec, config, folder)
+
+
+def is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
+    """Whether the checkpoint has its tensors: who copies or converts one may leave them out."""
+    if (model := spec.model) is None:
         return False
     try:
         needed = needed_weights(model, config, torch.float32).pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import find_folder, read_config
+from enginery.checkpoint.formats import other_weights
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, Axis, Fill, NamedTensor
@@ -26,6 +27,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import AttentionChoice, choose_attention
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, shipped_drafters
+from enginery.worker.drafts.choice import is_stored
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.needs import LayerNeeds, verifying
@@ -47,7 +49,7 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     config, stands_alone = read_config(folder), offer.spec.stands_alone
     if stands_alone and not target.checkpoint.random:
         config = with_own_head(config, folder, warns=target.parallel.rank == 0)
-    family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config["architectures"], folder)
+    family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config, folder)
     facts = described(family, config, f"the draft model in {folder}")
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
     reads = () if offer.spec.reads is None else _layers_read(facts, offer, config, target=target)
@@ -85,13 +87,17 @@ def find_draft_folder(asked: EngineOptions, registry: Registry, target: Choice) 
     return shipped[offer.name]
 
 
-def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder: Path) -> Offer[ModelSpec]:
-    spec = offer.spec.model
+def _own_family(offer: Offer[DrafterSpec], config: Mapping[str, object], folder: Path) -> Offer[ModelSpec]:
+    """Of a head, which is known by its tensors too: many a config.json names the architecture of the target."""
+    spec, architectures = offer.spec.model, config["architectures"]
     assert spec is not None, "a drafter that is a model states which"
-    if not set(architectures) & set(spec.architectures):
+    assert isinstance(architectures, list)
+    if not set(architectures) & set(spec.architectures) and not is_stored(offer.spec, config, folder):
+        unread = "" if any(folder.glob("*.safetensors")) else other_weights(folder)
         raise ConfigError(
             f"--drafter is {offer.name}, which runs {', '.join(spec.architectures)}, but {folder} is of the architecture "
-            f"{', '.join(architectures)}; give another --draft-model, or --drafter standalone for a whole model"
+            f"{', '.join(architectures)}, and has not the tensors of such a head in safetensors; "
+            + (unread or "give another --draft-model, or --drafter standalone for a whole model")
         )
     return dataclasses.replace(cast("Offer[Any]", offer), spec=spec)
 

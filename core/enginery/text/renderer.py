@@ -41,6 +41,11 @@ class Renderer:
             self.close()
             raise
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has, which is told at the next exchange otherwise."""
+        return self._process.poll() is not None
+
     def exchange(self, frame: bytes, *, within_s: float) -> bytes:
         """Send a frame and wait for the answer. Raises `RendererDied`."""
         deadline_s = time.monotonic() + within_s

@@ -192,6 +192,8 @@ class ChatTemplate:
         raise TemplateStuck("the process that renders chat templates ended or hung twice; try again in a moment")
 
     def _ready(self, within_s: float) -> Renderer:
+        if self._renderer is not None and self._renderer.has_ended:  # killed by somebody else, between two conversations
+            self.close()
         if self._renderer is None:
             start = Start(template=self.source or "", variables=self._variables, limits=self.limits)
             try:

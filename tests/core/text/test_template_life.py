@@ -118,6 +118,13 @@ def test_a_process_that_does_not_answer_is_told_and_replaced(running):
     assert template.answers(PATIENCE_S)
 
 
+def test_a_probe_of_a_process_that_was_killed_starts_the_next(running):
+    template, process = running()
+    process.kill()
+    await_end(process)
+    assert template.answers(PATIENCE_S)
+
+
 def test_who_waits_for_a_turn_waits_no_longer_than_allowed(running):
     template, process = running(wall_s=2)
     process.suspend()

@@ -17,6 +17,7 @@ from running import PATIENCE_S, get, serving, started, wait_until
 
 from enginery.serve.engine import client as engine_client
 from enginery.serve.engine import progress as engine_progress
+from enginery.serve.engine import replicas
 from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.progress import stalled_s, watch
 from enginery.serve.engine.sent_prefixes import block_hashes
@@ -165,6 +166,26 @@ def test_one_that_is_stuck_is_ended_while_another_serves(with_server, restarts):
             assert (await live.http.get("/health/progress")).status_code == 200
 
     with_server(scenario, dp=2, restarts=restarts)
+
+
+def test_nobody_is_sent_to_one_that_says_nothing_for_a_moment(with_server, monkeypatch):
+    """Long before it counts as stuck, which one that prepares something does late."""
+    monkeypatch.setattr(replicas, "_QUIET_S", 2.0)
+
+    async def scenario(live):
+        first = live.service.engine.replicas[0]
+        await live.complete([3] * 128, max_tokens=1)
+        os.kill(first.client.child.pid, signal.SIGSTOP)
+        await live.until(lambda: time.monotonic() - first.client.heard_s > 2)
+        assert (first.state, first.serves) == ("ready", True)
+        assert (await live.complete([3] * 128, max_tokens=1)).status_code == 200
+        assert sent(live) == [1, 1]
+        os.kill(first.client.child.pid, signal.SIGCONT)
+        await live.until(lambda: time.monotonic() - first.client.heard_s < 1)
+        await live.complete([3] * 128 + [4], max_tokens=1)
+        assert sent(live) == [2, 1], "of equals the first"
+
+    with_server(scenario, dp=2)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

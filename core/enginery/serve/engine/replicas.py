@@ -28,6 +28,7 @@ from enginery.serve.http.faults import EngineRestarts
 from enginery.serve.http.metrics import RequestMeter
 
 _AGAIN_S: Final = 1.0  # until another process is tried where the system refused one
+_QUIET_S: Final = 5.0  # many heartbeats: it does something that takes long, or hangs
 _log: Final = logging.getLogger(__name__)
 
 
@@ -87,7 +88,7 @@ class Replica:
         meter, (num_planned, tokens_planned) = self.client.meter, planned
         return Standing(
             serves=self.serves,
-            is_silent=self.state is EngineState.SILENT,
+            is_silent=time.monotonic() - self.client.heard_s > _QUIET_S,
             is_full=meter.num_unstarted + num_planned >= self.client.options.max_queued_requests,
             waiting=meter.num_ahead + tokens_planned,
             cached=self.prefixes.num_known(hashes) * block_size,
@@ -195,7 +196,8 @@ class Replicas:
 
     async def ready(self, manifest_digest: str | None = None) -> EngineFacts:
         """Wait until all are ready. Raises `EngineDied`, with the exit code of the child's error, if one does not start."""
-        return (await asyncio.gather(*(client.ready(manifest_digest) for client in self.clients)))[0]
+        count = len(self.replicas)
+        return (await asyncio.gather(*(_started(replica, manifest_digest, count=count) for replica in self.replicas)))[0]
 
     @contextlib.asynccontextmanager
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Outputs]:
@@ -253,10 +255,20 @@ class Replicas:
         """Note one that does not come back."""
         why = replica.died.result()
         self._dead.append(replica)
-        if left := len(self.replicas) - len(self._dead):
-            _log.error("%s has ended and is not started again, %d of %d are left: %s", replica.name, left, len(self.replicas), why)
-        else:
+        left = len(self.replicas) - len(self._dead)
+        if not left:
             self.died.set_result(why)
+        elif replica.facts is not None:  # else the start ends, and says so
+            _log.error("%s has ended and is not started again, %d of %d are left: %s", replica.name, left, len(self.replicas), why)
+
+
+async def _started(replica: Replica, manifest_digest: str | None, *, count: int) -> EngineFacts:
+    try:
+        return await replica.client.ready(manifest_digest)
+    except EngineDied as death:
+        if count > 1:
+            death.args = (f"{replica.name} did not start, and all {count} must (--restarts is for those that served): {death}",)
+        raise
 
 
 def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) -> list[Sent]:

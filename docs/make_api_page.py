@@ -20,6 +20,9 @@ HEAD: Final = """\
 A field that is not listed here is refused by name with status 400. So is a value that cannot be served. `null` is the same as
 leaving the field out.
 
+- What is left out: `max_tokens` is 16 in `/v1/completions`, and in chats and responses as many as the context has room for.
+  Sampling (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`) is what the checkpoint's generation_config.json
+  recommends; where it has none, and with `--generation-config none`, the temperature is 1 and nothing else is set.
 - Ranges: `n` up to 128, `stop` up to 16 strings, log-probabilities of up to 20 tokens, up to 1,024 completions of one request.
 - Bodies: up to 8 MiB and 64 bytes for each token of the context, 32 MiB at the most (`--max-body-bytes`; `/server_info` says the
   number), with up to 262,144 texts (names too), arrays and objects and 2,097,152 numbers of up to 100 digits.
@@ -142,6 +145,8 @@ EXTENSIONS: Final = {
     "/v1/completions": SAMPLING | {"response_format", "max_completion_tokens"},
     "/v1/chat/completions": SAMPLING | {"best_of", "reasoning", "thinking", "enable_thinking", "include_reasoning", *TEMPLATE},
     "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
+    "/v1/messages": {"speculation"},
+    "/v1/responses/input_tokens": {"chat_template_kwargs"},
     "/v1/responses": {"ignore_eos", "top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"}
     | {"chat_template_kwargs", "speculation"},
 }

@@ -51,7 +51,7 @@ _FLAGS: Final = {
         _MODEL, "auto, float32, bfloat16 or float16.", complete=completion.one_of("auto", "float32", "bfloat16", "float16")
     ),
     "max_model_len": _Flag(_MODEL, "Longest context in tokens."),
-    "device": _Flag(_PARTS, "auto, cpu or cuda.", complete=completion.one_of("auto", "cpu", "cuda")),
+    "device": _Flag(_PARTS, "auto, cpu, cuda or cuda:INDEX.", complete=completion.one_of("auto", "cpu", "cuda")),
     "attention_backend": _Flag(_PARTS, "auto, or a name that engine list-backends shows.", complete=completion.backends),
     "prefill_attention_backend": _Flag(
         _PARTS, "For prefills, where it is not the one for decoding.", metavar="NAME", complete=completion.backends
@@ -78,7 +78,7 @@ _FLAGS: Final = {
     ),
     "draft_model": _Flag(_PARTS, "The checkpoint of a drafter that is a model: folder, installed one or hub id.", metavar="MODEL"),
     "draft_length": _Flag(
-        _PARTS, "Guesses of a request in a step, if --max-batch-requests has rows; auto: as many as pay.", metavar="N"
+        _PARTS, "Guesses of a request in a step, as far as --max-batch-requests has room; auto: as many as pay.", metavar="N"
     ),
     "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy.", complete=completion.policies),
     "wait_for_kernels": _Flag(
@@ -116,14 +116,16 @@ _FLAGS: Final = {
         "Of keys and values: auto (the model's), fp8, float32, bfloat16 or float16.",
         complete=completion.one_of("auto", "fp8", "float32", "bfloat16", "float16"),
     ),
-    "mla_chunk_tokens": _Flag(_MEMORY, "Keys and values that an MLA prefill makes at once."),
+    "mla_chunk_tokens": _Flag(_MEMORY, "Keys and values that an MLA prefill makes at once (twice --max-batch-tokens)."),
     "page_size": _Flag(_MEMORY, "Tokens in a page of the KV cache."),
     "num_pages": _Flag(_MEMORY, "Pages, instead of what the memory leaves."),
     "expected_tokens": _Flag(_MEMORY, "Tokens of a typical request; kinds of memory are sized for it."),
     "kv_memory_gib": _Flag(_MEMORY, "Bound of the KV cache in GiB."),
     "memory_fraction": _Flag(_MEMORY, "Share of the free memory that may be taken."),
     "max_batch_tokens": _Flag(_MEMORY, "Tokens in a step (on a GPU 8192, offline 16384; on a CPU 2048)."),
-    "max_batch_requests": _Flag(_MEMORY, "Requests in a step, and rows that it verifies: of each request one more than guesses."),
+    "max_batch_requests": _Flag(
+        _MEMORY, "Requests in a step (on a GPU 512, on a CPU 256); if guesses are verified, rows: one more than guesses of each."
+    ),
     "prefill_fraction": _Flag(
         _MEMORY, "Part of the waiting prompt tokens that joins a decoding step; few join anyway (0.0625; offline 1)."
     ),

@@ -38,7 +38,7 @@ def make_spec() -> AttnBackendSpec:
 
     return AttnBackendSpec(
         name=NAME,
-        api=(2, 0),
+        api=(2, 1),
         priority=60,
         summary="FlashInfer's kernels for MLA on CUDA devices",
         refuse_also=refuse_also,

@@ -49,8 +49,9 @@ def open_trees(options: SuffixOptions) -> SuffixTrees:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
     except ImportError as error:
         raise ConfigError(
-            f"--drafter suffix needs Arctic Inference, which cannot be imported: {error}; pip install arctic-inference, or take "
-            "--drafter lookup"
+            f"--drafter suffix needs Arctic Inference, which cannot be imported: {error}; "
+            'pip install torch "cmake<4" ninja nanobind setuptools wheel, then pip install --no-build-isolation arctic-inference, '
+            "or take --drafter lookup"
         ) from error
     trees: SuffixTrees = SuffixDecodingCache(options.depth, options.cached_requests)
     return trees

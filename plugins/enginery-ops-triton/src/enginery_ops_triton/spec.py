@@ -77,7 +77,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 3),
+    api=(2, 4),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

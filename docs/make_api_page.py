@@ -40,9 +40,11 @@ Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; b
 
 - 400: something is wrong with the request. Where it does not fit into the context, `code` is `context_length_exceeded`; a prompt
   that does not fit alone is said to be "too long", also below `/v1/messages`. By these, agents see when to shorten a conversation.
-- 404: another model or path.
-- 413: the body is too large.
+- 401: a key is missing, or none that is known.
+- 404: another model or path. 405: another method than the path has.
+- 413: the body is too large. 408, 431: it came too slowly, its headers are too long ([limits](operations.md#what-happens-when)).
 - 429 with `Retry-After`: the queue is full.
+- 500: a step, or a plugin, failed.
 - 503: the model loads, the server stops, the engine has died, or the process that renders chat templates does not answer.
 - 503 with `Retry-After`: the threads that compile grammars are busy with others, or the bodies of all requests together are too
   large (`--max-total-body-bytes`).
@@ -81,8 +83,8 @@ ABOUT: Final = {
         "further on, as gpt-oss' does, all are one message at the beginning, in their order. A template that leaves out that "
         "one too is refused.\n\n"
         '`chat_template_kwargs` are variables of the chat template, such as `{"enable_thinking": false}`. A variable that the '
-        "template does not use is refused, with the names of those that it uses. So is one for which there is a field, or a token "
-        "of the model.\n\n"
+        "template does not use is refused, with the names of those that it uses, and so is one for which there is a field, or a "
+        "token of the model. `enable_thinking` or `thinking` false is accepted where the model does not reason.\n\n"
         "`reasoning_effort` is given to a template that has a variable of this name. In a template with `enable_thinking` or "
         "`thinking`, `none` switches it off and any other level on. Where the template has neither, a level has no effect, and "
         "`none` is refused if the model reasons. `reasoning` is the same as OpenRouter's clients and Cline send it, `thinking` as "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
+import numpy as np
 import pytest
 from engine.rank_threads import on_threads
 from engine.test_overlap_with_host_drafters import request, told_by
@@ -24,8 +27,8 @@ FAULTS: dict[str, Callable[[list[Sequence[int]]], object]] = {
     "SystemExit: 3": lambda right: sys.exit(3),
     "propose returned None, and must return a sequence of tokens for each of": lambda right: None,
     "propose returned [], and must return a sequence of tokens for each of": lambda right: [],
-    "TypeError: 'NoneType' object": lambda right: [None for _ in right],
-    "TypeError: 'float' object cannot be interpreted as an integer": lambda right: [[0.5] for _ in right],
+    "propose returned None for a request, not a sequence of integers": lambda right: [None for _ in right],
+    "propose returned [0.5, -3, 10] for a request, not a sequence of integers": lambda right: [[0.5, -3, 10] for _ in right],
 }
 
 
@@ -74,3 +77,32 @@ def test_nobody_suffers_from_a_drafter_that_fails(
     assert what in drafts.failure
     assert "plugin " in drafts.failure
     assert said.exc_info is not None
+
+
+HELD: list[object] = []
+HOLDS: dict[str, Callable[[Any], object]] = {
+    "": lambda tokens: HELD.append(np.asarray(tokens)),  # numpy's view of an array: that could not grow
+    "memoryview": lambda tokens: HELD.append(memoryview(tokens)),
+    "does not support item assignment": lambda tokens: operator.setitem(tokens, -1, 7),
+    "has no attribute 'append'": lambda tokens: tokens.append(7),
+}
+
+
+@pytest.mark.parametrize("why", HOLDS)
+def test_a_drafter_that_keeps_or_changes_what_it_reads_changes_no_answer(write_oracle: Callable[..., Oracle], why: str) -> None:
+    """Its own failure is told, if it is one."""
+    oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
+    requests = [request("r", oracle.prompts[0])]
+    expected = told_by(Engine.build(options(oracle), registry), requests)
+
+    class Holding(Scripted):
+        def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+            HOLDS[why](asks[0].token_ids)
+            return super().propose(asks)
+
+    drafting = dataclasses.replace(options(oracle), drafter="scripted", draft_length="3")
+    held = Holding("right", {each.prompt_token_ids: expected[each.request_id][0] for each in requests})
+    engine = Engine.build(drafting, with_drafter(registry, lambda _: held))
+    assert told_by(engine, requests) == expected
+    assert why in (failure := engine.meter.stats().drafts.failure)
+    assert bool(failure) == bool(why)

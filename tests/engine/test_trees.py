@@ -380,4 +380,4 @@ def test_trees_of_a_drafter_that_does_not_say_so_are_refused_by_name(write_oracl
     engine = Engine.build(asked, with_trees(Registry.load(), scripted, says=False))
     engine.submit(request)
     drain(engine, {})
-    assert "it gives a DraftTree, and `trees` of its DrafterSpec does not say so" in engine.meter.stats().drafts.failure
+    assert "propose gave a DraftTree, and `trees` of its DrafterSpec does not say so" in engine.meter.stats().drafts.failure

@@ -26,8 +26,9 @@ ON_DEVICE: Final = -1  # in place of a guess that the host has not read
 class DraftAsk(NamedTuple):
     """What a drafter is asked. key: of the request, until `forget`.
 
-    token_ids: all of its tokens, prompt and answer; read the sequence, do not keep or change it. most: how many tokens are wanted,
-    at least one. salt: the request's `cache_salt`: what it is told may show, by its timing, in answers to equal salts alone.
+    token_ids: all of its tokens, prompt and answer: a sequence that nobody can change, and that grows; do not keep it. A slice is a
+    copy. most: how many tokens are wanted, at least one. salt: the request's `cache_salt`: what it is told may show, by its timing,
+    in answers to equal salts alone.
     """
 
     key: str

@@ -19,6 +19,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
+from enginery.speculate.asked_tokens import AskedTokens
 from enginery.speculate.combs import num_verified
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import MadeDrafts
@@ -105,13 +106,13 @@ class Drafting:
 
     def _asked_of(self, drafter: HostDrafter, wanted: Sequence[tuple[Request, int]]) -> list[tuple[str, Sequence[int]]]:
         self._asked |= {request.request_id: request for request, _ in wanted}
-        asks = [DraftAsk(each.request_id, each.token_ids, most, each.asked.cache_salt) for each, most in wanted]
+        asks = [DraftAsk(each.request_id, AskedTokens(each.token_ids), most, each.asked.cache_salt) for each, most in wanted]
         with inside(self._offer, "propose tokens"):
             told = drafter.propose(asks)
             if not isinstance(told, Sized) or len(told) != len(asks):
                 needed = f"a sequence of tokens for each of {len(asks)} requests"
                 raise PluginError(f"{self._offer.source}: propose returned {told!r:.100}, and must return {needed}")
-            return [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in zip(asks, told, strict=True)]
+            return [(ask.key, self._valid(tokens, ask.most)) for ask, tokens in zip(asks, told, strict=True)]
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
         """As `schedule.scheduler.Drafts` says. Nobody's where the host reads them, or where they branch."""
@@ -170,9 +171,14 @@ class Drafting:
             return 0
         return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
-    def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Up to the first that is no token: it is warned of once. Raises TypeError for no integer, and for a tree not promised."""
-        found = list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, tokens)))
+    def _valid(self, given: Sequence[int], most: int) -> Sequence[int]:
+        """Up to the first that is no token: it is warned of once. Raises `PluginError` for no integers, and a tree not promised."""
+        try:
+            tokens = given[:most]
+            found = list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, tokens)))
+        except TypeError as error:
+            needed = "a sequence of integers, the ids of tokens"
+            raise PluginError(f"{self._offer.source}: propose returned {given!r:.100} for a request, not {needed}") from error
         if len(found) < len(tokens) and not self._warned:
             self._warned = True
             what = "%s guessed token %d of a vocabulary of %d; a guess ends before such a one, which is said this once"
@@ -180,7 +186,7 @@ class Drafting:
         if not isinstance(tokens, DraftTree):
             return found
         if not self._gives_trees:
-            raise TypeError("it gives a DraftTree, and `trees` of its DrafterSpec does not say so")
+            raise PluginError(f"{self._offer.source}: propose gave a DraftTree, and `trees` of its DrafterSpec does not say so")
         tree = DraftTree(tuple(found), tokens.parents[: len(found)])
         return found if tree.is_chain else tree
 

@@ -170,7 +170,7 @@ class Observers:
         """Tell every observer. One that raises is logged once and switched off."""
         for source, observe in tuple(self._live.items()):
             try:
-                observe(report=report)
+                observe(report=replace(report, pages=dict(report.pages)))  # its own to change; `asdict` takes no read-only one
             except FAULTS:  # a plugin's code
                 del self._live[source]
                 _log.exception("observe_step of %s failed at step %d; it is switched off", source, report.step)

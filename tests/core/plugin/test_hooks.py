@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import sys
@@ -18,6 +19,7 @@ from enginery.cli.main import add_commands
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.parallel import ExecutorSpec
+from enginery.contracts.schedule import PageCounts
 from enginery.contracts.weights import WeightFormatSpec
 from enginery.plugin.groups import GROUPS
 from enginery.plugin.registry import Registry
@@ -278,6 +280,17 @@ def test_hook_observe_step(site, caplog) -> None:
     assert [record.message for record in caplog.records] == [
         "observe_step of plugin bad (bad==3.1) failed at step 3; it is switched off"
     ]
+
+
+def test_what_an_observer_changes_the_next_does_not_see(site) -> None:
+    """Reports can be written as JSON too, by `asdict`."""
+    site.install("first", OBSERVER.replace("LAST", "report.pages.clear()"))
+    site.install("later", OBSERVER.replace("LAST", "from dataclasses import asdict; seen.append(asdict(report))"))
+    registry, report = Registry.load(), dataclasses.replace(REPORT, pages={"full": PageCounts(free=1, cached=2, total=3)})
+    registry.observers.report(report)
+    (_, seen) = registry.manager.get_plugin("later").seen
+    assert seen == dataclasses.asdict(report)
+    assert seen["pages"]["full"]["total"] == 3
 
 
 def test_hook_observe_step_costs_nothing_when_nobody_observes(site) -> None:

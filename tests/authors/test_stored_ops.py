@@ -18,6 +18,7 @@ from enginery.testing.conformance import Row
 from enginery.testing.kits.ops import op_checks_of_spec
 
 PER_ROW = Scheme(values="f8e4m3", block=(1, 0))
+WHOLE = Scheme(values="i8", block=(1, 0))
 SQUEEZED = Scheme(values="i4", block=(1, 128), zeros=True)
 
 
@@ -45,7 +46,7 @@ def last_blocks_forgotten(weight: torch.Tensor | StoredWeight, bias: torch.Tenso
     return lambda x: F.linear(x, wide.to(x.dtype), bias)
 
 
-@pytest.mark.parametrize("scheme", [FLOAT8_BLOCKS, PER_ROW], ids=str)
+@pytest.mark.parametrize("scheme", [FLOAT8_BLOCKS, PER_ROW, WHOLE], ids=str)
 def test_the_references_keep_what_a_set_claims_of_stored_weights(scheme: Scheme) -> None:
     claimed = {name: frozenset({scheme}) for name in ("bind_linear", "bind_experts")}
     rows = rows_of(spec(claimed, bind_linear=bind_linear, bind_experts=bind_experts))

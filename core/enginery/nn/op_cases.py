@@ -54,15 +54,15 @@ class Inputs:
         """[.., rows, columns] that keep the size of what they multiply; plain, or of a scheme that `widen` knows."""
         if scheme is None:
             return self.randn(*shape, scale=shape[-1] ** -0.5)
-        sizes = zip(shape[-2:], scheme.block, strict=True)
-        blocks = [-(-size // (block or size)) for size, block in sizes]
+        blocks = [-(-size // (block or size)) for size, block in zip(shape[-2:], scheme.block, strict=True)]
         if scheme.values == "mxfp4":
             halves = torch.randint(256, (*shape[:-1], shape[-1] // 2), generator=self._generator, dtype=torch.uint8)
             exponents = torch.randint(-1, 1, (*shape[:-2], *blocks), generator=self._generator) - round(math.log2(shape[-1]) / 2)
             powers = torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)
             return StoredWeight(scheme=scheme, values=halves.to(self.device), scales=powers.to(self.device))
-        values = torch.randn(shape, generator=self._generator).to(torch.float8_e4m3fn)
-        scales = (self.rand(*shape[:-2], *blocks) + 0.5) * shape[-1] ** -0.5
+        dtype, unit = (torch.int8, 32) if scheme.values == "i8" else (torch.float8_e4m3fn, 1)
+        values = (torch.randn(shape, generator=self._generator) * unit).clamp(-128, 127).to(dtype)
+        scales = (self.rand(*shape[:-2], *blocks) + 0.5) * shape[-1] ** -0.5 / unit
         return StoredWeight(scheme=scheme, values=values.to(self.device), scales=scales.to(self.device))
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:

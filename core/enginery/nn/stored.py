@@ -34,7 +34,7 @@ def _of_halves(packed: torch.Tensor) -> torch.Tensor:
 
 def check_widens(scheme: Scheme) -> None:
     """Raises `Unsupported` for a scheme that the core cannot compute."""
-    if scheme.values not in ("f8e4m3", "mxfp4") or scheme.zeros:
+    if scheme.values not in ("f8e4m3", "i8", "mxfp4") or scheme.zeros:
         raise Unsupported(f"the core has no reference for weights in {scheme}; a plugin's kernels have to take them")
 
 

@@ -8,18 +8,23 @@ import os
 import re
 import subprocess
 import tomllib
+from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import quick_processes
 from pairwise import EVERYTHING
 from typer.testing import CliRunner
 
-from enginery.cli.authors.new_plugin import KINDS, write_plugin
+from enginery.cli.authors.new_plugin import _NAME, _OWN_PATHS, KINDS, write_plugin
 from enginery.cli.main import build_app
 from enginery.contracts.versions import HookGroup
 from enginery.errors import ConfigError
 from enginery.plugin.loading import _OTHER_OFFERS
+from enginery.serve.api.service import Service
+from enginery.serve.app import build_app as build_server
+from enginery.testing.fixtures import TINY_CONFIG
 
 LIST = """
 import json
@@ -97,6 +102,23 @@ def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
     assert (tmp_path / "enginery-policy-fair" / "src" / "enginery_policy_fair" / "__init__.py").is_file()
 
 
+def test_a_new_checkpoint_has_the_tiny_config_of_the_fixtures(tmp_path: Path) -> None:
+    (made,) = write_plugin("checkpoint", "a", tmp_path).rglob("config.json")
+    assert json.loads(made.read_text()) == dict(TINY_CONFIG)
+    assert made.parent.name == "checkpoint"
+
+
+def test_names_of_routes_are_refused_that_the_server_has() -> None:
+    """They are written down, as to ask the server takes seconds."""
+    paths = build_server(Service(engine=MagicMock(), loaded=Future())).openapi()["paths"]
+    assert {*_OWN_PATHS} == {path[1:] for path in paths if _NAME.fullmatch(path[1:])}
+
+
+def test_a_path_that_a_shell_would_split_is_quoted(tmp_path: Path) -> None:
+    done = CliRunner().invoke(build_app(), ["new-plugin", "policy", "fair", "--into", str(tmp_path / "x y")])
+    assert f"\n  cd '{tmp_path}/x y/enginery-policy-fair'\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "said"),
     [
@@ -104,6 +126,20 @@ def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
         ("policy", "No Spaces", "'No Spaces' cannot be the name of a plugin"),
         ("policy", "class", "'class' cannot be"),
         ("op", "lambda", "'lambda' cannot be the name of a plugin, as it is a word of Python; take another, as my-lambda"),
+        ("op", "a" * 65, "'a{65}' cannot be the name of a plugin; take up to 64 small letters, digits and single hyphens"),
+        ("op", "a" * 300, "^'a{79} cannot be the name of a plugin"),
+        ("drafter", "auto", "no plugin's drafter can have the name 'auto', as Enginery itself uses it; take another, as my-auto"),
+        *(
+            (kind, "auto", f"no plugin's {kind} can have the name 'auto'")
+            for kind, each in KINDS.items()
+            if isinstance(each.group, HookGroup)
+        ),
+        *(("policy", name, f"no plugin's policy can have the name '{name}'") for name in ("fcfs", "shortest-first")),
+        *(("executor", name, f"no plugin's executor can have the name '{name}'") for name in ("local", "join")),
+        *(("drafter", name, f"no plugin's drafter can have the name '{name}'") for name in ("off", "standalone")),
+        *(("command", name, f"no plugin's command can have the name '{name}'") for name in ("serve", "bench", "new-plugin")),
+        ("parser", "none", "no plugin's parser can have the name 'none'"),
+        ("route", "health", "no plugin's route can have the name 'health', as Enginery itself uses it; take another, as my-health"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(kind: str, name: str, said: str, tmp_path: Path) -> None:
@@ -114,7 +150,7 @@ def test_what_cannot_be_is_refused_with_what_can(kind: str, name: str, said: str
 
 @pytest.mark.parametrize(
     ("name", "into", "why"),
-    [("x", "file", "Not a directory"), ("a" * 300, "", "File name too long")],
+    [("x", "file", "Not a directory"), ("x", "a" * 300, "File name too long")],
 )
 def test_what_cannot_be_written_is_told_in_a_line(name: str, into: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -128,6 +164,8 @@ def test_what_the_tests_need_beside_the_core_is_in_the_readme(kind: str, tmp_pat
     root = write_plugin(kind, "my-own", tmp_path)
     tests = "".join(path.read_text() for path in (root / "tests").iterdir())
     readme = (root / "README.md").read_text()
+    told = CliRunner().invoke(build_app(), ["new-plugin", kind, "my-other", "--into", str(tmp_path)]).stdout
+    assert ("Its tests run an engine, which needs a plugin" in told) == ("Its tests run" in readme)
     assert ("LlamaForCausalLM" in readme) == ("open_tiny_llm" in tests and kind != "model")
     assert ("attention backend for the CPU" in readme) == ("open_tiny_llm" in tests and kind != "backend")
 

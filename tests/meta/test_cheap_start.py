@@ -53,6 +53,11 @@ except SystemExit as stop:
     assert loaded_by(code) == set()
 
 
+def test_a_new_checkpoint_is_written_without_what_is_heavy(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from enginery.cli.authors import new_plugin; path = Path({str(tmp_path)!r})"
+    assert loaded_by(f"{code}; new_plugin.write_plugin('checkpoint', 'a', path)", {*HEAVY, "pytest", "enginery.llm"}) == set()
+
+
 def test_importing_all_plugins_loads_nothing_heavy() -> None:
     assert loaded_by("import " + ", ".join(["enginery", *PLUGIN_PACKAGES])) == set()
 

@@ -116,7 +116,7 @@ def add_commands(registry: Registry, app: typer.Typer) -> None:
         own = typer.Typer()
         try:
             registry.manager.only(record.name, "register_commands")(app=own)
-            if taken := _command_names(app) & _command_names(own):
+            if taken := command_names(app) & command_names(own):
                 raise PluginError(f"the name {', '.join(sorted(taken))} is taken")
         except FAULTS as error:  # a plugin's code
             _log.warning("commands of %s are left out: %s", record, explain(error))
@@ -125,7 +125,8 @@ def add_commands(registry: Registry, app: typer.Typer) -> None:
         app.registered_groups += own.registered_groups
 
 
-def _command_names(app: typer.Typer) -> set[str]:
+def command_names(app: typer.Typer) -> set[str]:
+    """Those of an app and of its groups."""
     commands = {info.name or str(info.callback and info.callback.__name__).replace("_", "-") for info in app.registered_commands}
     return commands | {str(info.name or (info.typer_instance and info.typer_instance.info.name)) for info in app.registered_groups}
 

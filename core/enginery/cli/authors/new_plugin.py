@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import keyword
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -16,10 +16,13 @@ import typer
 from enginery import __version__
 from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 from enginery.errors import ConfigError
+from enginery.plugin import own_parts
+from enginery.plugin.groups import GROUPS
 from enginery.plugin.near import did_you_mean
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
-_NAME: Final = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_NAME: Final = re.compile(r"(?!.{65})[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_OWN_PATHS: Final = ("detokenize", "health", "metrics", "tokenize")  # of the server's routes, those that may be such a name
 _LLAMA, _BACKEND = "a plugin that serves `LlamaForCausalLM`", "a plugin with an attention backend for the CPU"
 _BESIDE: Final = {"model": (_BACKEND,), "backend": (_LLAMA,), "format": (_LLAMA, _BACKEND), "checkpoint": (_LLAMA, _BACKEND)}
 
@@ -128,19 +131,15 @@ def new_plugin(
         made = write_plugin(kind, name, folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
-    print(f"{made} is written. Try it:\n  cd {made}\n  pip install -e '.[test]'\n  pytest\n  engine plugins")
+    path, beside = shlex.quote(str(made)), _beside(kind, "\n")
+    print(f"{made} is written. Try it:\n  cd {path}\n  pip install -e '.[test]'\n  pytest\n  engine plugins{beside}")
 
 
 def write_plugin(kind: str, name: str, folder: Path) -> Path:
     """Write the distribution into a new folder below `folder`, and return that. Raises `ConfigError` for what cannot be."""
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of plugin {kind!r}{did_you_mean(kind, KINDS) or '.'} Kinds are {', '.join(KINDS)}.")
-    if keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} cannot be the name of a plugin, as it is a word of Python; take another, as my-{name}")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot be the name of a plugin; take small letters, digits and single hyphens, as in my-{kind}"
-        )
+    _refuse_name(kind, name)
     words = _words(kind, name)
     root = folder / words["distribution"]
     if root.exists():
@@ -148,19 +147,39 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     _refuse_installed(words["distribution"], name)
     package = root / "src" / words["package"]
     targets = {_TEMPLATES / "pyproject.toml.txt": root / "pyproject.toml", _TEMPLATES / "README.md.txt": root / "README.md"}
-    for template in sorted((_TEMPLATES / kind).glob("*.txt")):
-        file = template.name.removesuffix(".txt")
-        targets[template] = root / "tests" / f"test_{words['package']}.py" if file == "test.py" else package / file
+    for template in sorted((_TEMPLATES / kind).rglob("*.txt")):
+        file = template.relative_to(_TEMPLATES / kind).with_suffix("")
+        targets[template] = root / "tests" / f"test_{words['package']}.py" if file.name == "test.py" else package / file
     for template, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_filled(template.read_text(), words))
     (package / "py.typed").touch()
-    if kind == "checkpoint":
-        from enginery.testing.fixtures import TINY_CONFIG
-
-        (package / "checkpoint").mkdir()
-        (package / "checkpoint" / "config.json").write_text(json.dumps(dict(TINY_CONFIG), indent=2) + "\n")
     return root
+
+
+def _refuse_name(kind: str, name: str) -> None:
+    """Raise `ConfigError` for a name that no package can have, or that the core has."""
+    if keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} cannot be the name of a plugin, as it is a word of Python; take another, as my-{name}")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r:.80} cannot be the name of a plugin; take up to 64 small letters, digits and single hyphens, as my-{kind}"
+        )
+    if name in _own_names(kind):
+        raise ConfigError(f"no plugin's {kind} can have the name {name!r}, as Enginery itself uses it; take another, as my-{name}")
+
+
+def _own_names(kind: str) -> Collection[str]:
+    """The names that the core has of the kind, or takes for something else: a plugin's would never be used."""
+    group = KINDS[kind].group
+    if isinstance(group, HookGroup):
+        register = vars(own_parts).get(GROUPS[group].register, list)
+        return {"auto", "none", "off", *(spec.name for spec in register())}
+    if group == "commands":
+        from enginery.cli.main import app, command_names
+
+        return command_names(app)
+    return _OWN_PATHS if group == "routes" else ()
 
 
 def _refuse_installed(distribution: str, name: str) -> None:
@@ -178,13 +197,17 @@ def _words(kind: str, name: str) -> dict[str, str]:
     words["class"] = "".join(word.capitalize() for word in name.split("-"))
     words["package"] = words["distribution"].replace("-", "_")
     words["summary"] = f"{chosen.summary[0].upper()}{chosen.summary[1:]}, for Enginery."
-    beside = " and ".join(_BESIDE.get(kind, ()))
-    words["use"] = _filled(chosen.use, words) + (f"\n\nIts tests run an engine, which needs {beside}." if beside else "")
+    words["use"] = _filled(chosen.use, words) + _beside(kind, "\n\n")
     if isinstance(chosen.group, HookGroup):
         words["api"] = str((CONTRACT_VERSIONS[chosen.group][0], 0))  # no template uses what later minors added
     major, minor, *_ = __version__.split(".")
     words["bounds"] = f">={major}.{minor},<{major}.{int(minor) + 1}"
     return words
+
+
+def _beside(kind: str, lead: str) -> str:
+    """What its tests need beside the core, behind `lead`; empty if nothing."""
+    return f"{lead}Its tests run an engine, which needs {' and '.join(_BESIDE[kind])}." if kind in _BESIDE else ""
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:

@@ -12,8 +12,8 @@ HEAD = """\
 
 What a plugin may import: `enginery.api` anywhere, `enginery.nn` where it computes, `enginery.attention.wrapper` where it wraps a
 backend, `enginery.testing` in its tests. `docs/make_reference_page.py` makes this page from the sources; a test fails when it is
-out of date. Letters for the dims of tensors are explained at the head of each module. How long a name stays is in
-[versions](versions.md).
+out of date. Letters for the dims of tensors are explained at the head of each module. A class `# by keyword` takes its fields by
+name alone: `Tool(name="add")`. How long a name stays is in [versions](versions.md).
 """
 NN = (
     "decoder",
@@ -91,13 +91,19 @@ def members(node: ast.ClassDef) -> Iterator[str]:
             yield f"{kind}{signature(item, is_method='staticmethod' not in marks)}\n" + (f"{text}\n" if text else "")
 
 
+def by_keyword(node: ast.ClassDef) -> bool:
+    """Whether a dataclass takes its fields by name alone."""
+    calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
+    return any((each.arg, ast.unparse(each.value)) == ("kw_only", "True") for call in calls for each in call.keywords)
+
+
 def entry(name: str, tree: ast.Module) -> str:
     """The section of one name."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
-            code = "".join(members(node))
-            return f"### {name}\n\n{text_of(node)}\n\n```text\nclass {name}{bases}\n{code}```\n"
+            code, mark = "".join(members(node)), "  # by keyword" if by_keyword(node) else ""
+            return f"### {name}\n\n{text_of(node)}\n\n```text\nclass {name}{bases}{mark}\n{code}```\n"
         if isinstance(node, Def) and node.name == name:
             return f"### {name}\n\n{text_of(node)}\n\n```text\n{signature(node)}\n```\n"
         targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []

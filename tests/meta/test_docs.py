@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -197,6 +198,14 @@ def test_the_reference_says_what_constructors_and_callables_take() -> None:
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
     assert "\n__init__(context: ModelContext, weights: WeightSource, *, spec: LayerSpec" in sections["SelfAttention"]
     assert "\n__call__(q: torch.Tensor, k: torch.Tensor" in sections["AttendFn"]
+
+
+def test_the_reference_marks_classes_that_are_made_by_keyword() -> None:
+    page = (DOCS / "reference.md").read_text()
+    made = {name: each for name, each in vars(enginery.api).items() if isinstance(each, type) and dataclasses.is_dataclass(each)}
+    by_name = {name for name, each in made.items() if all(field.kw_only for field in dataclasses.fields(each))}
+    assert {name for name in re.findall(r"^class (\w+).*  # by keyword$", page, re.MULTILINE) if name in made} == by_name
+    assert by_name < made.keys()
 
 
 def test_the_page_about_versions_states_those_of_the_groups() -> None:

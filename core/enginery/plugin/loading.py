@@ -26,7 +26,7 @@ from enginery.plugin.records import FAILED, Offer, PluginRecord, Status
 
 _log = logging.getLogger(__name__)
 _ENGINE, _PYTHON = re.escape(__file__.removesuffix("plugin/loading.py")), re.escape(traceback.__file__.removesuffix("traceback.py"))
-_NOT_A_PLUGINS: Final = re.compile(rf"<frozen|<string>|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
+_NOT_A_PLUGINS: Final = re.compile(rf"<string>|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
 _OTHER_OFFERS: Final = {"commands": "register_commands", "routes": "register_routes", "observer": "observe_step"}
 
 
@@ -100,13 +100,18 @@ def explain(error: BaseException, called: Iterable[object] = ()) -> str:
     """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _frames(error)
     places = [(one.filename, one.lineno) for one in frames if not _NOT_A_PLUGINS.match(one.filename)]
     if not places:
         codes = [each.__code__ for each in called if isinstance(each, FunctionType)]
         places = [(code.co_filename, code.co_firstlineno) for code in codes if str(error).startswith(f"{code.co_qualname}() ")]
     file, line = places[-1] if places else (frames[-1].filename, frames[-1].lineno)
     return f"{type(error).__name__}: {error} ({file}, line {line})"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Without those of Python's frozen modules, which no file has."""
+    return [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
 
 
 def _import(found: Found) -> Plugin:
@@ -118,7 +123,11 @@ def _import(found: Found) -> Plugin:
     try:
         module = found.entry_point.load()
     except FAULTS as error:  # the plugin's code: its failure is a row, not ours
-        return plugin.failed(Status.BROKEN, f"{explain(error)}; its entry point is {found.entry_point.value}")
+        value, why = found.entry_point.value, f"{explain(error)}; its entry point is {found.entry_point.value}"
+        if isinstance(error, ModuleNotFoundError) and f"{value}.".startswith(f"{error.name}."):
+            advice = f"see what `pip show -f {found.record.distribution}` lists, and the packages in its pyproject.toml"
+            why = f"its entry point is {value}, and no package {error.name} is installed; {advice}"
+        return plugin.failed(Status.BROKEN, why)
     except KeyboardInterrupt:  # the user's, or the plugin's, which nobody would find
         _log.warning("interrupted while %s was imported", found.record)
         raise

@@ -282,10 +282,21 @@ def test_an_entry_point_to_something_other_than_a_package_is_broken(site, value:
     assert "must name the package alone" in record_of(load(), "fa").reason
 
 
-@pytest.mark.parametrize("value", ["not_there", "fa.plugin"])
-def test_an_entry_point_to_nothing_says_what_it_names(site, value: str) -> None:
+@pytest.mark.parametrize(("value", "missing"), [("not_there", "not_there"), ("fa.plugin", "fa.plugin"), ("not.there", "not")])
+def test_an_entry_point_to_nothing_says_what_it_names_and_what_to_look_at(site, value: str, missing: str) -> None:
     site.install("fa", site.backend("fa"), value=value)
-    assert record_of(load(), "fa").reason.endswith(f"; its entry point is {value}")
+    advice = "see what `pip show -f fa` lists, and the packages in its pyproject.toml"
+    told = f"its entry point is {value}, and no package {missing} is installed; {advice}"
+    assert record_of(load(), "fa").reason == told
+
+
+def test_pythons_own_frozen_modules_are_no_place_to_look(site) -> None:
+    site.install("fa", value="fa.")
+    assert "<frozen" not in record_of(load(), "fa").reason
+    site.install("other", "import importlib\nimportlib.import_module('not_there_either')\n")
+    told = record_of(load(), "other").reason
+    assert "other/__init__.py, line 2" in told
+    assert told.endswith("; its entry point is other")
 
 
 def test_what_a_plugin_asks_of_torch_wrongly_is_told_with_the_plugins_line(site) -> None:

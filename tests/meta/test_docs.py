@@ -216,6 +216,7 @@ def test_the_page_about_versions_states_those_of_the_groups() -> None:
         HookGroup.GRAMMAR: "The group of grammars",
         HookGroup.OP: "The group of operations",
         HookGroup.PARSER: "The group of parsers",
+        HookGroup.SCHEDULE_POLICY: "The group of schedule policies",
     }
     later = {group: version for group, version in CONTRACT_VERSIONS.items() if version != (2, 0)}
     for group, (major, minor) in later.items():

@@ -10,12 +10,18 @@ from enginery.contracts.versions import ApiVersion
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedFacts:
-    """A waiting request as a policy sees it. arrival_s: monotonic clock. num_tokens: prompt and what was generated before."""
+    """A waiting request as a policy sees it. arrival_s: monotonic clock. num_tokens: prompt and what was generated before.
+
+    salt: its `cache_salt`, which those who share a server may have one each of. options: an instance of the policy's dataclass of
+    options, None if it has none.
+    """
 
     request_id: str
     priority: int
     arrival_s: float
     num_tokens: int
+    salt: str = ""
+    options: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +82,13 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePolicySpec:
-    """An order among waiting requests: the smallest key is admitted first. Ties go to the earlier arrival."""
+    """An order among waiting requests: the smallest key is admitted first. Ties go to the earlier arrival.
+
+    options: a frozen dataclass of what `-o NAME.key=value` sets, for `QueuedFacts.options`; None: it has none.
+    """
 
     name: str
     api: ApiVersion
     key: Callable[[QueuedFacts], tuple[float, ...]]
     summary: str
+    options: type | None = None

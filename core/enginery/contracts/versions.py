@@ -35,4 +35,5 @@ CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGro
     HookGroup.GRAMMAR: (2, 1),
     HookGroup.OP: (2, 4),
     HookGroup.PARSER: (2, 2),
+    HookGroup.SCHEDULE_POLICY: (2, 1),
 }

@@ -43,7 +43,8 @@ def scheduling_of(
 ) -> Scheduling:
     """watcher_of: of each lane's prefix cache. drafting: where there is one lane."""
     caches = list[RadixPrefixCache]()
-    policy = guarded_policy(registry.schedule_policy(asked.schedule_policy))
+    offer = registry.schedule_policy(asked.schedule_policy)
+    policy = guarded_policy(offer, registry.options_for(offer.name))
 
     def scheduler(lane: int) -> Scheduler:
         cache, allocator, finite = page_owners(parts, watcher_of(lane))

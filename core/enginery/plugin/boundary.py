@@ -27,12 +27,12 @@ P = ParamSpec("P")
 _log = logging.getLogger(__name__)
 
 
-def guarded_policy(offer: Offer[SchedulePolicySpec]) -> SchedulePolicySpec:
-    """The policy, with a key that is numbers and whose failure names the plugin."""
+def guarded_policy(offer: Offer[SchedulePolicySpec], options: object = None) -> SchedulePolicySpec:
+    """The policy, with a key that is numbers, that is given its options, and whose failure names the plugin."""
 
     def key(request: QueuedFacts) -> tuple[float, ...]:
         with inside(offer, "give a request its place"):
-            told = offer.spec.key(request)
+            told = offer.spec.key(replace(request, options=options))
         try:
             numbers = tuple(map(float, told))
         except (TypeError, ValueError):

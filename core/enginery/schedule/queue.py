@@ -51,7 +51,13 @@ class WaitingQueue:
         limit = token_limit(asked, self._settings)
         token_ids, params = prompt_tokens(asked, self._settings.vocab_size), asked.params
         num_prompt = len(token_ids)
-        facts = QueuedFacts(request_id=asked.request_id, priority=asked.priority, arrival_s=arrival_s, num_tokens=num_prompt)
+        facts = QueuedFacts(
+            request_id=asked.request_id,
+            priority=asked.priority,
+            arrival_s=arrival_s,
+            num_tokens=num_prompt,
+            salt=asked.cache_salt,
+        )
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         is_greedy = params.temperature < LEAST_TEMPERATURE and not params.reads_tokens and not params.logit_bias
         return Request(

@@ -21,6 +21,7 @@ from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.schedule import PageCounts
 from enginery.contracts.weights import WeightFormatSpec
+from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.groups import GROUPS
 from enginery.plugin.registry import Registry
 
@@ -170,6 +171,31 @@ def test_hook_register_executors(site) -> None:
 def test_hook_register_schedule_policies(site) -> None:
     code = registering("register_schedule_policies", "SchedulePolicySpec", key="lambda r: (r.num_tokens,)", summary="''")
     assert offers_of(site, code) == ("schedule-policy:x",)
+
+
+AGING = """
+from dataclasses import dataclass
+from enginery.api import QueuedFacts, SchedulePolicySpec, hookimpl
+
+@dataclass(frozen=True)
+class Options:
+    level_s: float = 5.0
+
+def key(request):
+    return (request.arrival_s + request.options.level_s * request.priority,)
+
+@hookimpl
+def register_schedule_policies():
+    return [SchedulePolicySpec(name="aging", api=(2, 1), key=key, summary="", options=Options)]
+"""
+
+
+@pytest.mark.parametrize(("options", "place"), [([], 11.0), (["aging.level_s=0.5"], 2.0)])
+def test_a_schedule_policy_has_options(site, options: list[str], place: float) -> None:
+    site.install("p", AGING)
+    registry = Registry.load(options=options)
+    policy = guarded_policy(registry.schedule_policy("aging"), registry.options_for("aging"))
+    assert policy.key(QueuedFacts(request_id="a", priority=2, arrival_s=1.0, num_tokens=9)) == (place,)
 
 
 def test_hook_register_schedule_policies_of_the_core(site) -> None:

@@ -9,7 +9,7 @@ import pytest
 from integrity import check_scheduler
 
 from enginery.contracts.request import FinishReason
-from enginery.contracts.schedule import SchedulePolicySpec
+from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
 from enginery.errors import QueueFull, RequestError
 
 from .device import EOS, PRIORITY, asked_of, run_step, scheduler_of, shape
@@ -109,8 +109,8 @@ def test_the_policy_decides_who_is_admitted_first():
 def test_a_policy_sees_the_facts_of_a_request():
     seen = []
     policy = SchedulePolicySpec(name="spy", api=(2, 0), key=lambda facts: seen.append(facts) or (), summary="")
-    running_of(asked_of("a", [5, 6], priority=4), policy=policy)
-    assert [(facts.request_id, facts.priority, facts.num_tokens, facts.arrival_s) for facts in seen] == [("a", 4, 2, 0.0)]
+    running_of(asked_of("a", [5, 6], priority=4, salt="ours"), policy=policy)
+    assert seen == [QueuedFacts(request_id="a", priority=4, num_tokens=2, arrival_s=0.0, salt="ours")]
 
 
 def test_prompt_logprobs_get_logits_for_every_prompt_row_and_no_prefix_hit():

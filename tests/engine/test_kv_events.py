@@ -25,8 +25,9 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.engine.kv_events import publisher
-from enginery.engine.kv_events.blocks import groups_of
-from enginery.engine.kv_events.publisher import KVEvents, address_of
+from enginery.engine.kv_events.blocks import Blocks, groups_of
+from enginery.engine.kv_events.publisher import KVEvents, address_of, binds
+from enginery.engine.kv_events.schema import BlockStored
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 
@@ -315,13 +316,45 @@ def test_a_replica_publishes_at_ports_of_its_own_under_its_number(registry: Regi
 
 @pytest.mark.parametrize(
     ("address", "found"),
-    [("tcp://*:5557", "tcp://*:5560"), ("tcp://[::]:1", "tcp://[::]:4"), ("ipc:///run/events", "ipc:///run/events_dp3")],
+    [
+        ("tcp://*:5557", "tcp://*:5560"),
+        ("tcp://[::]:1", "tcp://[::]:4"),
+        ("tcp://*:65532", "tcp://*:65535"),
+        ("ipc:///run/events", "ipc:///run/events_dp3"),
+    ],
 )
 def test_an_address_of_a_replica(address: str, found: str) -> None:
     assert address_of(address, 0) == address
     assert address_of(address, 3) == found
     with pytest.raises(ConfigError, match="has no port that number 3 could count from"):
         address_of("tcp://host", 3)
+
+
+def test_a_subscriber_is_connected_to_where_the_address_is_none_of_this_host() -> None:
+    assert all(map(binds, ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "ipc:///run/events")))
+    assert not binds("tcp://router:5557")
+
+
+def test_a_salt_is_told_of_the_first_block_alone() -> None:
+    """As vLLM has it: the others follow that one."""
+    blocks = Blocks(ONE_KIND, page_size=4, medium="CPU")
+    tokens = array("i", range(8)).tobytes()
+    told = [*blocks.stored(None, tokens, (1, 2), "salt"), *blocks.stored(2, tokens, (3, 4), "salt")]
+    assert [event.extra_keys for event in told if isinstance(event, BlockStored)] == [[["salt"], None], None]
+
+
+def test_what_waits_when_it_ends_gives_way_to_the_end(addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "_END_S", 0.05)
+    gate = HeldThread(monkeypatch)
+    events = KVEvents(options(**addresses), medium="CPU", groups=ONE_KIND, most_waiting=2)
+    for page in range(2):
+        events.stored(None, array("i", (1, 2, 3, page)).tobytes(), (page,), "")
+        events.publish()
+    events.close()
+    gate.open()
+    events._thread.join(20)
+    events.close()
+    assert not events._thread.is_alive()
 
 
 class HeldThread:

@@ -171,3 +171,19 @@ def test_time_in_which_nobody_could_be_heard_is_not_counted(ranks: Ranks) -> Non
     ranks.patience.pause(100)
     assert ranks.patience.broken(("step 7", 102.0), ranks.now_s, str) == ""
     assert ranks.until(104, busy=("step 7", 102.0)) == ""
+
+
+def test_who_did_not_run_is_given_the_time_to_get_further_too(ranks: Ranks) -> None:
+    assert ranks.until(2) == ""
+    ranks.now_s += 100
+    ranks.patience.pause(100)
+    assert ranks.until(102 + 9 * DEADLINE_S) == ""
+
+
+def test_who_comes_from_one_exchange_to_the_next_does_not_hang_in_one(ranks: Ranks) -> None:
+    """Its processors wait all the time: a slow step, as one in which they work."""
+    ranks.works, ranks.standing.waits, told = False, "sum", ""
+    for second in range(1, 99):
+        if told := ranks.until(second, waits_1=f"sum {second}", waits_2=f"sum {second}"):
+            break
+    assert told.startswith("step 7 has got no further for 20 s")

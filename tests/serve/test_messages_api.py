@@ -232,6 +232,22 @@ def test_old_results_of_calls_are_left_out_when_that_is_asked_for(with_server, e
     with_server(scenario, max_model_len=2048)
 
 
+def test_results_that_are_left_out_already_count_no_more(with_server):
+    from enginery.serve.api.context_edits import edit_context
+    from enginery.serve.schemas.anthropic import MessagesRequest
+    from enginery.serve.schemas.body_decoding import decode_request
+
+    async def scenario(live):
+        edit = {"type": USES, "trigger": counted_by("tool_uses", 3), "keep": counted_by("tool_uses", 1)}
+        body = {"max_tokens": 5, "messages": turns(of_calls=4), "context_management": {"edits": [edit]}}
+        request = decode_request(json.dumps(body).encode(), MessagesRequest)
+        once, applied = await edit_context(live.service.model(), request)
+        assert [each["cleared_tool_uses"] for each in applied] == [3]
+        assert await edit_context(live.service.model(), once) == (once, [])
+
+    with_server(scenario, max_model_len=2048)
+
+
 def test_arguments_and_thinking_are_left_out_when_that_is_asked_for(with_server):
     from enginery.serve.api.context_edits import edit_context
     from enginery.serve.schemas.anthropic import MessagesRequest

@@ -8,6 +8,7 @@ import pytest
 from engine_facts import engine_facts
 
 from enginery.contracts.engine import EngineStats
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from enginery.contracts.schedule import PageCounts
 from enginery.plugin.registry import Registry
 from enginery.serve.http.metrics import EngineNow, RequestMeter, families
@@ -44,3 +45,14 @@ def test_the_dtype_of_the_cache_is_that_of_keys_and_values():
     for decisions, dtype in (((), "bfloat16"), ((("kv_dtype", "float8_e4m3fn", "asked for"),), "float8_e4m3fn")):
         (sample,) = (each for each in told(page, decisions=decisions) if each.name == "vllm:cache_config_info")
         assert sample.labels["cache_dtype"] == dtype
+
+
+def test_the_time_of_a_token_is_of_those_behind_the_first():
+    meter = RequestMeter()
+    times = meter.begin(GenerationRequest(request_id="r", prompt_token_ids=(1, 2), params=SamplingParams()))
+    times.began_s = 1.0
+    meter.add(times, RequestOutput(request_id="r", token_ids=(5,), queued_s=0.5), 2.0)
+    meter.add(times, RequestOutput(request_id="r", token_ids=(6, 7), finish_reason=FinishReason.LENGTH), 6.0)
+    of = {name: getattr(meter, name).total for name in ("ttft", "queued", "prefill", "itl", "decode", "e2e", "per_token")}
+    assert of == {"ttft": 1.0, "queued": 0.5, "prefill": 0.5, "itl": 4.0, "decode": 4.0, "e2e": 5.0, "per_token": 2.0}
+    assert (meter.num_open, meter.num_unstarted, meter.num_ahead) == (0, 0, 0)

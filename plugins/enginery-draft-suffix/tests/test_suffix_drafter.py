@@ -136,9 +136,12 @@ def test_the_trees_of_salts_that_nobody_uses_are_dropped() -> None:
     assert len(drafter._by_salt) == 9, "they run"
     for at in range(9):
         drafter.forget(f"{at}")
-    drafter.propose([DraftAsk("again", [1, 2], 1, "8")])
-    assert list(drafter._by_salt) == ["6", "7", "8"]
-    assert len(opened) == 10, "those of no salt were there, and those of 8 still"
+    drafter.propose([DraftAsk("again", [1, 2], 1, "0")])
+    assert list(drafter._by_salt) == ["7", "8", "0"]
+    assert len(opened) == 10, "those of no salt were there, and those of 0 still"
+    drafter.forget("again")
+    drafter.propose([DraftAsk("new", [1, 2], 1, "9")])
+    assert set(drafter._by_salt) == {"8", "0", "9"}, "7 was used longest ago"
 
 
 def test_only_so_many_last_tokens_are_looked_up() -> None:

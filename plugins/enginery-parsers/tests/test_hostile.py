@@ -13,6 +13,7 @@ from enginery.api import ArgumentsText, ContentText, ParserSetup, ParserSpec, Re
 from enginery_parsers.json_text import DEPTH_MAX
 from enginery_parsers.source import HELD_MAX
 from enginery_parsers.spec import PARSERS
+from enginery_parsers.tagged import argument_types
 
 SPECS = {spec.name: spec for spec in PARSERS}
 TOOLS = (Tool(name="f", parameters={"properties": {"s": {"type": "string"}}}),)
@@ -155,3 +156,9 @@ def test_an_id_that_mistral_writes_twice_is_another_the_second_time() -> None:
     parser = SPECS["mistral-args"].make(ParserSetup(tools=TOOLS, new_id=lambda: next(new_ids)))
     events = [*parser.feed("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}" * 2), *parser.finish()]
     assert [event.id for event in events if isinstance(event, ToolCallBegun)] == ["abc123def", "l_of_ours"]
+
+
+def test_a_reference_into_another_document_tells_no_type() -> None:
+    definitions = {"$defs": {"text": {"type": "string"}}}
+    for reference, types in (("#/$defs/text", {"string"}), ("other/$defs/text", set())):
+        assert argument_types({"properties": {"v": {"$ref": reference}}, **definitions}) == {"v": types}

@@ -196,3 +196,11 @@ def test_what_is_cut_or_padded_is_unplanned() -> None:
     changed = [*parts(batch, 1), pad(batch, num_requests=4, num_tokens=5, geometry=GEOMETRY)]
     assert [other.plan for other in changed] == [None] * 3
     assert batch.plan is not None
+
+
+def test_lengths_of_a_window_count_what_is_held_on_the_device_too() -> None:
+    batch = make_batch([1, 1])
+    window = View(slots=batch.pages.slots, page_table_cpu=batch.page_table_cpu, starts_cpu=torch.tensor([3, 1], dtype=torch.int32))
+    held = of_kind(renewed(batch, views={**batch.views, WINDOW: window}, kv_lens=batch.kv_lens_cpu + 0), WINDOW)
+    assert held.kv_lens is not None
+    assert held.kv_lens.tolist() == held.kv_lens_cpu.tolist() == [1, 3]

@@ -12,7 +12,7 @@ from core.attention.nested_children import Child
 from enginery.attention.axes import cut_at, pad
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
-from enginery.attention.watch import Watch
+from enginery.attention.watch import UnwrittenOutput, Watch, poison
 from enginery.contracts.attention import AttnLayerFacts, GlobalLayerId, LayerSpec, LocalLayerId
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.plan import ForwardPlan, PlanKey, covering_plan
@@ -228,3 +228,10 @@ def test_a_captured_plan_is_refreshed_for_batches_that_agree_with_it_and_runs_in
     relay.refresh(plan_of(batch), make_batch([1, 1], phase=Phase.DECODE))
     with pytest.raises(StalePlan, match="was refreshed for another batch; only its graph may run with it"):
         call(relay, batch)
+
+
+def test_rows_of_nobody_need_not_be_written_where_it_is_watched() -> None:
+    out = poison(torch.empty(4, 1, 2))
+    Watch().after((), nobody_of(4), out, "planner#0")
+    with pytest.raises(UnwrittenOutput, match="left 4 of 4 rows"):
+        Watch().after((), make_batch([2, 2]), out, "planner#0")

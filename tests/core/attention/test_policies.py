@@ -213,6 +213,18 @@ def test_each_half_commits_what_of_its_own_requests_was_accepted() -> None:
     assert sorted(place for part in mask.parts for place in range(part.requests.start, part.requests.stop)) == [0, 1, 2]
 
 
+def test_the_plan_of_pieces_is_the_composite_s_own() -> None:
+    class Ragged(Child):
+        @hookimpl
+        def init_mha_chunk_metadata(self, batch: ForwardBatch) -> ChunkPlan:
+            return ChunkPlan(key=PlanKey.of(batch, self.backend_id), attend=self.attend)
+
+    nest, batch = split(Ragged("prefill"), Child("decode")), make_batch([4], phase=Phase.PREFILL)
+    plan = nest.make_chunk_plan(batch, (), disable_ragged=False)
+    assert isinstance(plan, ChunkPlan)
+    assert plan.key.covers(batch, nest.backend_id, epoch=plan.key.epoch, capture=False)
+
+
 def test_a_part_that_the_child_did_not_plan_is_not_asked_about() -> None:
     """Hole 4: `device_prologue` over a ragged MLA part was given None for a plan."""
 

@@ -301,7 +301,7 @@ def with_options(site, **changes: str) -> None:
 
 def test_options_reach_the_plugins_dataclass_with_their_types(site) -> None:
     with_options(site)
-    texts = ["fa.workspace_mb=256", "fa.ratio=0.25", "fa.fast=true", "fa.kind=fa3", "fa.limit=7", "fa.label=none"]
+    texts = ["fa.workspace_mb=256", "fa.ratio=0.25", "fa.fast=true", "fa.kind=fa3", "fa.limit=7", "fa.label=None"]
     options = Registry.load(options=texts).options_for("fa")
     shown = "Options(workspace_mb=256, ratio=0.25, fast=True, kind='fa3', limit=7, label=None)"
     assert repr(options) == shown

@@ -104,6 +104,16 @@ def test_a_trial_that_waits_loses_nothing() -> None:
     assert steps_until_a_trial(DraftLength(7), waiting_s=[5.0] * 50) == steps_until_a_trial(DraftLength(7), waiting_s=[])
 
 
+def test_a_step_that_verifies_what_a_trial_guessed_is_of_it_though_it_guesses_nothing() -> None:
+    length = DraftLength(7)
+    while not (tried := length.of(16)):
+        length.passed(16, 0, 0, 1.0)
+        length.took(16, 0, 1.0)
+    before = length._loads[4].lost_s
+    length.passed(16, tried, 0, 60.0)
+    assert length._loads[4].lost_s > before + 50
+
+
 def test_what_guesses_win_pays_for_trials() -> None:
     """Where plain decoding is far slower, a longer length is tried soon, though what was captured took thirty steps."""
     length, steps = DraftLength(7, device="cuda"), 0

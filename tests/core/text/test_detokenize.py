@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import examples
-from tokenizers_made import KINDS, byte_fallback, byte_level, save
+from tokenizers_made import KINDS, byte_fallback, byte_level, metaspace, save
 
 from enginery.contracts.request import SamplingParams
 from enginery.text.detokenize import CompletionText, StopStrings
@@ -181,6 +181,15 @@ def test_an_output_may_end_without_a_token(made):
     assert completion.feed([], finished=True).text == "\ufffd"
 
 
+def test_what_is_told_at_the_end_stops_nothing_before_min_tokens(tmp_path):
+    tokenizer = Tokenizer.from_folder(save(metaspace(), tmp_path, clean_up_tokenization_spaces=True))
+    ids = tokenizer.encode("the quick brown", add_special_tokens=False)
+    for min_tokens, text in ((len(ids) + 1, "the quick brown"), (0, "the ")):
+        completion = CompletionText(tokenizer, SamplingParams(stop=("quick",), min_tokens=min_tokens))
+        assert completion.feed(ids, finished=False).text == ""
+        assert completion.feed([], finished=True).text.strip() == text.strip()
+
+
 @pytest.mark.parametrize("text", ["မြန်မာဘာသာစကားပြောသူများ", "aချ🪶ကམé" * 9, "ཀ" * 50])
 def test_long_runs_of_bytes_are_told_in_whole_characters(text, made):
     tokenizer = made["byte_fallback"]
@@ -205,7 +214,7 @@ def test_a_run_of_bytes_that_becomes_bad_late_holds_nothing_back(made):
     after = tokenizer.encode("the fox", add_special_tokens=False) * 5
     pieces, _, _ = feed(tokenizer, [*run, 3 + 0xFF, *after])
     assert all(pieces[len(run) + 1 :])
-    assert "".join(pieces).endswith("\ufffd" + " the fox" * 5)
+    assert "".join(pieces) == "🪶" * 8 + "\ufffd" + " the fox" * 5
 
 
 @pytest.mark.parametrize(("make", "token"), [(byte_level, 100), (byte_level, 255), (byte_fallback, 3 + 0xE2)])

@@ -143,9 +143,14 @@ def test_what_is_too_long_ends_at_the_same_character_however_it_is_cut() -> None
 
 @pytest.mark.parametrize(
     ("value", "arguments"),
-    [('{"a": "1\n2"}', '{"v": {"a": "1\\n2"}}'), ('{\n"a": 1E400}', '{"v": {\n"a": 1E400}}'), ("1\n2", '{"v": "1\\n2"}')],
+    [
+        ('{"a": "1\n2"}', '{"v": {"a": "1\\n2"}}'),
+        ('{\n"a": 1E400}', '{"v": {\n"a": 1E400}}'),
+        ("1\n2", '{"v": "1\\n2"}'),
+        ('["\x1b[1m\x0b"]', '{"v": ["\\u001b[1m\\u000b"]}'),
+    ],
 )
-def test_line_breaks_in_the_strings_of_json_are_escaped_within_tags_too(value: str, arguments: str) -> None:
+def test_control_characters_in_the_strings_of_json_are_escaped_within_tags_too(value: str, arguments: str) -> None:
     text = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
     _, found, ended = texts(SPECS["glm4"], iter([text]))
     assert (found, "complete=True" in ended) == (arguments, True)

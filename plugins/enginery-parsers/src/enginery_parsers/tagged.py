@@ -21,7 +21,7 @@ _JSON_TYPES: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset({"array"}),
     dict: frozenset({"object"}),
 }
-_BREAKS: Final = "\n\r\t"
+_CONTROL: Final = re.compile(r"[\x00-\x1f]")
 _PYTHON_WORDS: Final[Mapping[str, str]] = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -194,12 +194,12 @@ def resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 def json_of(text: str, allowed: frozenset[str], *, python_words: bool = False) -> str:
     """The JSON text of a value that is written as JSON, or as a string without quotes. python_words: None is null, and so on.
 
-    Line breaks in strings of JSON are escaped.
+    Line breaks and other control characters in strings of JSON are escaped.
     """
     written = _PYTHON_WORDS.get(text.strip(), text) if python_words else text
     try:
         value = json.loads(written, parse_constant=_refuse, strict=False)
-        if any(char in written for char in _BREAKS) and not _is_strict(written):
+        if _CONTROL.search(written) and not _is_strict(written):
             written = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)

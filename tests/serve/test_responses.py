@@ -165,6 +165,18 @@ def test_a_cut_answer_is_incomplete(with_server):
     with_server(scenario)
 
 
+def test_a_call_that_the_model_itself_leaves_unfinished_makes_the_response_incomplete(with_server):
+    async def scenario(live):
+        body = {"input": '[call add {"a":', "tools": [ADD]}
+        whole = (await live.post("/v1/responses", **body)).json()
+        last = (await live.named_events("/v1/responses", **body))[-1]
+        for response in (checked(whole), checked(last["response"])):
+            assert (response.status, response.incomplete_details.reason) == ("incomplete", None)
+            assert (response.output[-1].type, response.output[-1].status) == ("function_call", "incomplete")
+
+    with_server(scenario, parsers=PARSERS)
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_cut_call_makes_the_response_incomplete(with_server, parallel):
     async def scenario(live):

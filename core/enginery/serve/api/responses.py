@@ -99,8 +99,8 @@ class _Layout:
         """What it adds to the items, and the log-probabilities of each text."""
         if delta.finish_reason == "length":
             self._status, self._why_cut = "incomplete", {"reason": "max_output_tokens"}
-        elif delta.ended_in_call and delta.stopped_by is not None:
-            self._status = "incomplete"  # OpenAI's reasons have no name for a stop string
+        elif delta.ended_in_call:
+            self._status = "incomplete"  # OpenAI's reasons have no name for a stop string, nor for a model's own end
         came = 0
         for event, count in zip(delta.events, delta.came_with, strict=True):
             self._logprobs += delta.logprobs[came:count]

@@ -57,7 +57,7 @@ class Scheduler:
 
     settings: as it was given. table: where its requests stand. next_number: of the next step that is not empty. requests: of the
     last step that was begun, in the order of its items. in_flight: steps that are not complete, and their requests. preempted: ids
-    of those that the last one made wait again. lanes: there are none to be told apart.
+    of those that the last one made wait again. lanes: empty, as there is one.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ now and then others are tried for a few steps, none, longer ones in turn and the
 a twelfth more, a shorter one if it gives a fiftieth. None, as plain steps overlap, and so five guesses may pay where one does not.
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
-trials have lost, by what they told in their time, may be a hundredth of the time that there was, by the clock, and a tenth of what
-guesses won lately: what is captured for one is lost too. A longer length that was never tried is taken to lose as much time as it
+trials have lost, by what they told in their time, may be a hundredth of all the time so far and a tenth of what guesses won
+lately: what is captured for one is lost too. A longer length that was never tried is taken to lose as much time as it
 takes. Guesses that become seldom right are given up without a trial. Where they are so seldom right that they would not pay if they
 cost nothing, other loads begin without them, and a trial only sees whether that has changed, and is seldomer.
 

@@ -80,7 +80,7 @@ class RecordedSteps:
         return key in self.captured
 
     def ready(self, step: StepInput) -> bool:
-        """As of `DecodeGraphs`."""
+        """Whether a step of this size is recorded, or can be now. If not, it has to run as it is."""
         return self.provide(GraphKey(step.run.size, 1, followed=False))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:

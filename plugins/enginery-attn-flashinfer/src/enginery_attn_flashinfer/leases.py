@@ -35,7 +35,7 @@ class Lease(Generic[ItemT]):
 
 
 class Pool(Generic[ItemT]):
-    """make: a new item. spare: as many free items may be pending before one is taken all the same, whose owner then has to wait."""
+    """make: a new item. spare: free items that the GPU may still use before one of them is taken and waited for."""
 
     def __init__(self, make: Callable[[], ItemT], *, spare: int = 3) -> None:
         self._make = make

@@ -26,7 +26,8 @@ class CompletionText:
     """The text of one completion, fed with its tokens as they come.
 
     Splitting the tokens differently over the calls gives the same text and stops at the same token. A token costs a decode of a few
-    tokens, whatever the length of the output; where the tokenizer `cleans_up`, there is no text before the end. after: the prompt's last token, where a blank behind it is to stay.
+    tokens, whatever the length of the output; where the tokenizer `cleans_up`, there is no text before the end.
+    after: the prompt's last token, where a blank behind it is to stay.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, after: Sequence[int] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import torch
 from pairwise import EVERYTHING
@@ -18,18 +19,19 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
+from enginery.schedule.planner import HEADROOM_TOKENS
 from enginery.testing.kits.model_ranks import FolderModel
 
-# How the work of all prompts may be cut up; on a CPU several ways at once.
-CUTS = [
+# How the work of all prompts may be cut up; on a CPU several ways at once. Where `num_pages` are stated, they are few.
+CUTS: list[dict[str, object]] = [
     {"page_size": 16},
     {"max_batch_tokens": 7, "page_size": 1},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-    {"overlap": False},
+    {"num_pages": 12, "page_size": 16, "max_batch_requests": 3},
+    {"overlap": True},
 ]
-TOGETHER = [
-    {"max_batch_tokens": 7, "page_size": 1, "overlap": False},
-    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
+TOGETHER: list[dict[str, object]] = [
+    {"num_pages": 150, "max_batch_tokens": 7, "page_size": 1, "overlap": True},
+    {"num_pages": 12, "page_size": 16, "max_batch_requests": 3},
 ]
 CUT_UP = CUTS if EVERYTHING else TOGETHER
 
@@ -91,6 +93,17 @@ def assert_greedy(reference: GreedyReference, answers: list[list[int]], prompts:
     """The answers, to the reference's prompts or others, are its own `NUM_GREEDY` greedy tokens."""
     expected = reference.greedy_after(reference.prompts if prompts is None else prompts, guesses=answers)
     assert answers == expected
+
+
+def assert_cut_up(
+    oracle: Oracle, registry: Registry, changes: dict[str, object], prompts: Sequence[list[int]] | None = None
+) -> None:
+    """However the work is cut up, the answers are the oracle's. Where the changes say `num_pages`, requests are preempted."""
+    prompts, is_scarce = oracle.prompts if prompts is None else list(prompts), "num_pages" in changes
+    with patch("enginery.schedule.planner.HEADROOM_TOKENS", 0 if is_scarce else HEADROOM_TOKENS):
+        engine = Engine.build(options(oracle, **changes), registry)
+        assert_greedy(oracle, generate(engine, prompts), prompts)
+    assert engine.meter.stats().num_preempted > 0 or not is_scarce
 
 
 def last_logits(registry: Registry, asked: EngineOptions, prompt: list[int]) -> torch.Tensor:

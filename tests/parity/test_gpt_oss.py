@@ -12,6 +12,7 @@ import pytest
 import torch
 from parity.engine_driver import (
     CUT_UP,
+    assert_cut_up,
     assert_greedy,
     assert_last_logits,
     assert_ranks,
@@ -68,7 +69,7 @@ def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Regist
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
-    assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), oracle.prompts))
+    assert_cut_up(oracle, registry, changes)
 
 
 def test_a_cached_prompt_gives_the_same_tokens(oracle: Oracle, registry: Registry) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING, spread
-from parity.engine_driver import assert_greedy, assert_last_logits, generate, last_logits, options
+from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, generate, last_logits, options
 from parity.oracle import EXPERT_FAMILIES, Oracle, longcat_shape
 from safetensors.torch import load_file, save_file
 from transformers import LongcatFlashConfig
@@ -86,15 +86,15 @@ def test_files_that_do_not_fit_their_config_are_refused(
         Engine.build(options(oracle, model=str(tmp_path)), registry)
 
 
-CUTS = [
-    {"num_pages": 16, "page_size": 16},
-    {"num_pages": 200, "page_size": 1, "max_batch_tokens": 7},
+CUTS: list[dict[str, object]] = [
+    {"num_pages": 12, "page_size": 16},
+    {"num_pages": 150, "page_size": 1, "max_batch_tokens": 7},
     {"max_batch_requests": 2},
-    {"overlap": False, "max_batch_tokens": 16},
+    {"overlap": True, "max_batch_tokens": 16},
 ]
-TOGETHER = [
-    {"num_pages": 200, "page_size": 1, "max_batch_tokens": 7, "overlap": False},
-    {"num_pages": 16, "page_size": 16, "max_batch_requests": 2},
+TOGETHER: list[dict[str, object]] = [
+    {"num_pages": 150, "page_size": 1, "max_batch_tokens": 7, "overlap": True},
+    {"num_pages": 12, "page_size": 16, "max_batch_requests": 3},
 ]  # on a CPU several at once
 
 
@@ -102,7 +102,7 @@ TOGETHER = [
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
-    assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), oracle.prompts))
+    assert_cut_up(oracle, registry, changes)
 
 
 def test_a_token_needs_two_rows_of_memory_for_each_decoder_layer(oracle: Oracle, registry: Registry) -> None:

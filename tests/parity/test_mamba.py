@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from pairwise import EVERYTHING, in_turn, spread
-from parity.engine_driver import assert_greedy, assert_last_logits, each_last_logits, generate, greedy, options
+from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, each_last_logits, generate, greedy, options
 from parity.oracle import ROPES, Oracle, shape
 from transformers import (
     BambaConfig,
@@ -114,15 +114,24 @@ def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Regist
     assert_last_logits(oracle, registry, oracle.prompts[:3])
 
 
-CUTS: list[dict[str, object]] = [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}]
+CUTS: list[dict[str, object]] = [
+    {},
+    {"max_batch_tokens": 7, "page_size": 1},
+    {"num_pages": 10, "page_size": 16},
+    {"overlap": True},
+]
+# On a CPU several at once: so each family is preempted.
+TOGETHER: list[dict[str, object]] = [
+    {"num_pages": 10, "page_size": 16},
+    {"num_pages": 120, "max_batch_tokens": 7, "page_size": 1, "overlap": True},
+]
 
 
-@in_turn(("oracle", spread(sorted(FAMILIES), 7)), ("changes", CUTS), indirect=["oracle"])
+@in_turn(("oracle", spread(sorted(FAMILIES), 7)), ("changes", CUTS if EVERYTHING else TOGETHER), indirect=["oracle"])
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
-    prompts = oracle.prompts[:5]
-    assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), prompts), prompts)
+    assert_cut_up(oracle, registry, changes, oracle.prompts[:5])
 
 
 @pytest.mark.parametrize("oracle", spread(STATES, 3), indirect=True)

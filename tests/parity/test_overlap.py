@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from integrity import check_scheduler
 from pairwise import in_turn
-from parity.engine_driver import assert_greedy, drain, generate, greedy, options
+from parity.engine_driver import assert_cut_up, assert_greedy, drain, generate, greedy, options
 from parity.oracle import FAMILIES, Oracle
 
 from enginery.engine.engine import Engine
@@ -21,9 +21,7 @@ def test_overlapped_steps_give_transformers_tokens(
     write_oracle: Callable[..., Oracle], registry: Registry, family: str, changes: dict[str, object]
 ) -> None:
     oracle = write_oracle(family, FAMILIES[family])
-    engine = Engine.build(options(oracle, overlap=True, **changes), registry)
-    assert_greedy(oracle, generate(engine, oracle.prompts))
-    assert not engine.has_work
+    assert_cut_up(oracle, registry, {"overlap": True, **changes})
 
 
 def test_results_come_one_step_late_and_inputs_are_pending(llama: Oracle, registry: Registry) -> None:

@@ -34,3 +34,15 @@ def test_greedy_tokens_are_the_vendors_again_after_a_prefix_hit(registry: Regist
     engine = Engine.build(asked(page_size=page_size), registry)
     for _ in range(2):
         assert generate(engine, [prompt], max_tokens=len(greedy)) == [greedy]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_changes_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch, *, overlap: bool) -> None:
+    """Of four requests for the same."""
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    expected = np.load(FOLDER / "expected.npz")
+    prompt, greedy = expected["greedy_prompt"][0].tolist(), expected["greedy"][0].tolist()
+    few = asked(num_pages=24, page_size=4, max_batch_tokens=7, prefix_cache=False, overlap=overlap)
+    engine = Engine.build(few, registry)
+    assert generate(engine, [prompt] * 4, max_tokens=len(greedy)) == [greedy] * 4
+    assert engine.meter.stats().num_preempted > 0

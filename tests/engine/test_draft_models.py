@@ -53,7 +53,7 @@ SETTINGS = (
     {"page_size": 16, "max_batch_tokens": 24, "draft_length": "3"},
     {"page_size": 4, "max_batch_tokens": 64, "draft_length": "8"},
     {"page_size": 32, "max_batch_tokens": 40},
-    {"page_size": 1, "max_batch_tokens": 24, "draft_length": "1", "overlap": False},
+    {"page_size": 1, "max_batch_tokens": 24, "draft_length": "1", "overlap": True},
 )
 
 

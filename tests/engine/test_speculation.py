@@ -159,7 +159,7 @@ def test_a_draft_model_has_float8_keys_and_values_too() -> None:
     assert told["off"] == told["standalone"] == told["eagle"]
 
 
-@pytest.mark.parametrize("how", ["alone", "micro-batches", "split", "no overlap"])
+@pytest.mark.parametrize("how", ["alone", "micro-batches", "split", "overlap"])
 def test_lookup_saves_steps_where_text_repeats(write_oracle: Callable[..., Oracle], how: str) -> None:
     """The plugin itself; what it guesses of random weights is seldom right, but in a loop."""
     oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
@@ -168,7 +168,7 @@ def test_lookup_saves_steps_where_text_repeats(write_oracle: Callable[..., Oracl
         "alone": {},
         "micro-batches": {"micro_batches": True},
         "split": {"prefill_attention_backend": "torch", "decode_attention_backend": "torch"},
-        "no overlap": {"overlap": False},
+        "overlap": {"overlap": True},
     }[how]
     asked = options(oracle, **changes)
     requests = [

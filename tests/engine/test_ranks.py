@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from engine import hybrid_model
 from engine.rank_models import CONFIGS, EXPERTS, LANES, TWO_KEY_HEADS, stated
-from pairwise import in_turn, spread
+from pairwise import in_turn, pairwise, spread
 from parity.oracle import grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig
 
@@ -159,6 +159,25 @@ def assert_close(model: OneModel, **ranks: Any) -> None:
     for rank in several:
         assert torch.equal(rank.hidden, several[0].hidden), "residuals are the same bits on all ranks"
         assert torch.equal(rank.best, rank.logits.argmax(-1))
+
+
+# Without experts, as rounding chooses others: full attention, windows, latents, states of two kinds.
+IN_BFLOAT16 = ["llama", "mistral", "gemma3", "deepseek-v2", "granite", "bamba", "hybrid"]
+
+
+@pairwise(("model", IN_BFLOAT16), ("tensor_size", [2, 4]), indirect=["model"])
+def test_in_bfloat16_tokens_are_equal_where_rounding_could_not_choose_another(model: OneModel, tensor_size: int) -> None:
+    """That is where float64's best logit leads by more than twice what several ranks may be off."""
+    (truth,), (one,) = model.run(torch.float64), model.run(torch.bfloat16)
+    several = model.run(torch.bfloat16, tensor_size=tensor_size)
+    assert error(several[0], truth) <= WORST * error(one, truth)
+    bound = 2 * WORST * (one.logits - truth.logits).abs().max()
+    first, second = truth.logits.topk(2).values.unbind(-1)
+    is_clear = first - second > bound
+    assert is_clear.sum() >= 6
+    for rank in several:
+        assert torch.equal(rank.hidden, several[0].hidden)
+        assert torch.equal(rank.best[is_clear], truth.best[is_clear])
 
 
 @pytest.mark.parametrize("model", ["llama-tied-odd"], indirect=True)

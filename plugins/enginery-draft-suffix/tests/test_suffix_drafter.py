@@ -203,7 +203,7 @@ def test_an_engine_tells_the_same_in_fewer_steps_with_trees(monkeypatch: pytest.
 
 @pytest.fixture
 def arctic() -> None:
-    pytest.importorskip("arctic_inference.suffix_decoding", reason="Arctic Inference is not installed; see the README")
+    pytest.importorskip("arctic_inference.suffix_decoding", reason="Arctic Inference is not installed; tox -e arctic builds it")
 
 
 @pytest.mark.usefixtures("arctic")

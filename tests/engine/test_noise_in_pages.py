@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from engine.test_kinds_at_random import CONFIGS, alone, assert_whatever_happens, small_memory
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import EVERYTHING
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
-from enginery.contracts.batch import FULL, STATE
+from enginery.contracts.batch import FULL, STATE, MemoryKind
 from enginery.contracts.request import RequestOutput
 from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
@@ -23,30 +24,22 @@ from enginery.plugin.registry import Registry
 NOISY = [("qwen3_next", False), ("gemma2", True), ("kimi_linear", True), ("lfm2", False), ("qwen3_next", True), ("mamba2", True)]
 
 
-@pytest.mark.parametrize(("name", "drafts"), NOISY if EVERYTHING else NOISY[:2])
-def test_noise_in_pages_that_nobody_has_changes_nothing(
-    write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, *, drafts: bool
-) -> None:
-    """Before each step all that is free of each kind, and its scratch, is overwritten; with guesses right by chance too."""
-    oracle, registry, chance, pools = write_oracle(f"random {name}", CONFIGS[name]), Registry.load(), random.Random(0), []
-    expected = alone(registry, oracle)
-    small_memory(monkeypatch, windows=16)
-    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+def noted_pools(patch: pytest.MonkeyPatch) -> list[PagedKVPool | RecurrentStatePool]:
+    """Those that are built from now on."""
+    pools: list[PagedKVPool | RecurrentStatePool] = []
     for kind in (PagedKVPool, RecurrentStatePool):
         built = kind.__init__
 
         def noting(pool: object, *given: object, built: Callable[..., None] = built) -> None:
             built(pool, *given)
-            pools.append(pool)
+            pools.append(pool)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(kind, "__init__", noting)
-    asked = options(oracle, max_batch_requests=4, max_model_len=120, page_size=4, num_pages=32, max_batch_tokens=24)
-    if drafts:
-        scripted = Scripted("random", {prompt: list(tokens) for prompt, tokens in expected.items()})
-        registry = with_drafter(registry, lambda _: scripted)
-        asked = dataclasses.replace(asked, drafter="scripted", draft_length="3")
-    engine = Engine.build(asked, registry)
-    kv, step = engine._scheduler._kv, engine.step
+        patch.setattr(kind, "__init__", noting)
+    return pools
+
+
+def stored_by_kind(pools: Sequence[PagedKVPool | RecurrentStatePool]) -> list[tuple[MemoryKind, tuple[torch.Tensor, ...]]]:
+    """What each layer keeps: tensors of so many pages and some more."""
     stored = [
         (pool.geometry.kind_of(layer), pages)
         for pool in pools
@@ -54,7 +47,27 @@ def test_noise_in_pages_that_nobody_has_changes_nothing(
         for layer, pages in zip(pool.geometry.layers, pool._layers, strict=True)
     ]
     states = (states for pool in pools if isinstance(pool, RecurrentStatePool) for states in pool._layers if states)
-    stored += [(STATE, tuple(each.values())) for each in states]
+    return stored + [(STATE, tuple(each.values())) for each in states]
+
+
+@pytest.mark.parametrize(("name", "drafts"), NOISY if EVERYTHING else NOISY[:2])
+def test_noise_in_pages_that_nobody_has_changes_nothing(
+    write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, *, drafts: bool
+) -> None:
+    """Before each step all that is free of each kind, and its scratch, is overwritten; with guesses right by chance too."""
+    oracle, registry, chance = write_oracle(f"random {name}", CONFIGS[name]), Registry.load(), random.Random(0)
+    expected = alone(registry, oracle)
+    small_memory(monkeypatch, windows=16)
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    pools = noted_pools(monkeypatch)
+    asked = options(oracle, max_batch_requests=4, max_model_len=120, page_size=4, num_pages=32, max_batch_tokens=24)
+    if drafts:
+        scripted = Scripted("random", {prompt: list(tokens) for prompt, tokens in expected.items()})
+        registry = with_drafter(registry, lambda _: scripted)
+        asked = dataclasses.replace(asked, drafter="scripted", draft_length="3")
+    engine = Engine.build(asked, registry)
+    kv, step = engine._scheduler._kv, engine.step
+    stored = stored_by_kind(pools)
     noise = {FULL: 0, **dict.fromkeys(kv.finite.allocators, 0)}
 
     def noisily() -> list[RequestOutput]:

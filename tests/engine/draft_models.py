@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.test_kinds_at_random import WINDOWS
-from engine.test_speculation import Told
+from engine.test_speculation import ASKS, Told
 from integrity import check_scheduler
 from pairwise import EVERYTHING
 from parity.engine_driver import options
@@ -90,6 +90,11 @@ SAID = [
     "How do I start the server?",
     "What day comes after Tuesday?",
 ]
+
+
+# Of the embedded model, about `SAID` in this order. With the seed of `ASKS` a draw is less than 1e-6 beside the edge of two tokens,
+# so how attention rounds says which one is told: compiled kernels, or torch where there is no compiler. Here none is within 1e-3.
+SAID_ASKS = {**ASKS, "logprobs": {**ASKS["logprobs"], "seed": 32}}
 
 
 def prompt_of(text: str) -> tuple[int, ...]:

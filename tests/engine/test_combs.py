@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.draft_models import SAID, SELVES, asking, assert_told, branching, by_itself, come_and_go, counts_of, embedded, prompt_of
+from engine.draft_models import (
+    SAID,
+    SAID_ASKS,
+    SELVES,
+    asking,
+    assert_told,
+    branching,
+    by_itself,
+    come_and_go,
+    counts_of,
+    embedded,
+    prompt_of,
+)
 from engine.heads_made import Eagle3, Module
 from engine.model_heads import options as head_options
 from engine.prediction_modules import chain_of, module_of
@@ -129,7 +141,7 @@ def test_the_embedded_model_says_the_same_whatever_is_asked_for(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, drafter: str, kind: str
 ) -> None:
     """Grammars, penalties, log-probabilities behind each sibling; answers that end amid their drafts."""
-    requests = [asking(about, prompt_of(SAID[at]), **asked) for at, (about, asked) in enumerate(ASKS.items())]
+    requests = [asking(about, prompt_of(SAID[at]), **asked) for at, (about, asked) in enumerate(SAID_ASKS.items())]
     requests += [
         asking(f"{about} {heat}", (at, *prompt_of(SAID[4])), temperature=heat, seed=7, grammar=grammar, ignore_eos=False)
         for at, (about, grammar) in enumerate(GRAMMARS.items())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine.draft_models import (
     SAID,
+    SAID_ASKS,
     SELVES,
     TOKENS,
     asking,
@@ -28,7 +29,7 @@ from engine.draft_models import (
 from engine.random_use import RandomUse
 from engine.small_pair import small_model
 from engine.test_kinds_at_random import small_memory
-from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
+from engine.test_speculation import GRAMMARS, Told, answers_of
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import Oracle, shape
@@ -119,7 +120,7 @@ def test_it_stays_right_when_requests_are_preempted(
 def requests(registry: Registry) -> list[GenerationRequest]:
     """Of all that may be asked for; and some that end amid their drafts."""
     plain = answers_of(Engine.build(embedded(), registry), [asking("", prompt_of(SAID[3]))])[""].tokens
-    found = [asking(about, prompt_of(SAID[at]), **asked) for at, (about, asked) in enumerate(ASKS.items())]
+    found = [asking(about, prompt_of(SAID[at]), **asked) for at, (about, asked) in enumerate(SAID_ASKS.items())]
     found += [
         asking(f"{about} {heat}", (at, *prompt_of(SAID[4])), temperature=heat, seed=7, grammar=grammar, ignore_eos=False)
         for at, (about, grammar) in enumerate(GRAMMARS.items())

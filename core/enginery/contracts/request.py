@@ -39,10 +39,10 @@ class SamplingParams:
     greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability; a top_p of 0 leaves the likeliest token.
     Penalties follow OpenAI (presence, frequency: subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858
     (repetition: over prompt and output). logprobs: how many alternatives to report beside each sampled token; None reports nothing.
-    prompt_logprobs: the same for the prompt's tokens. seed: the same seed gives the same tokens; whatever else runs in float32
-    only, as in bfloat16 the sums of a larger batch round otherwise, for greedy tokens too; None draws one. grammar: what the answer
-    must be. It wins: `logit_bias`, `min_tokens` and `ignore_eos` choose among what it allows, and where that is nothing but the
-    end, the answer has ended. speculation: whether its next tokens may be guessed by the engine's drafter; they stay the same.
+    prompt_logprobs: the same for the prompt's tokens. seed: the same seed gives the same tokens but for rounding; whatever else
+    runs in float32 only, as in bfloat16 the sums of a larger batch round far more, for greedy tokens too; None draws one. grammar:
+    what the answer must be. It wins: `logit_bias`, `min_tokens` and `ignore_eos` choose among what it allows, and where that is
+    nothing but the end, the answer has ended. speculation: whether the engine's drafter may guess tokens; they stay the same.
     """
 
     max_tokens: int = 128

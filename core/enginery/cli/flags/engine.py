@@ -151,7 +151,7 @@ _SAMPLING_FLAGS: Final = {
     "top_k": _Flag(_SAMPLING, "Keep this many of the likeliest tokens; 0 keeps all."),
     "min_p": _Flag(_SAMPLING, "Keep tokens of this share of the likeliest one's probability."),
     "repetition_penalty": _Flag(_SAMPLING, "Above 1 discourages tokens that occurred."),
-    "seed": _Flag(_SAMPLING, "The same seed samples the same tokens, with other requests in float32 only.", ("--sampling-seed",)),
+    "seed": _Flag(_SAMPLING, "Same seed, same tokens but for rounding; with other requests in float32 only.", ("--sampling-seed",)),
     "stop": _Flag(_SAMPLING, "Text that ends the output. Repeatable."),
     "ignore_eos": _Flag(_SAMPLING, "Go on after the end-of-sequence token.", ("--ignore-eos",)),
 }

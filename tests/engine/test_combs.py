@@ -31,7 +31,7 @@ from engine.test_device_drafts import captured, unread
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
 from engine.test_speculation import ASKS, GRAMMARS, answers_of
-from engine.test_trees import WAYS, backend_of, requests_of, written_by_step
+from engine.test_trees import BACKENDS, WAYS, backend_of, requests_of, written_by_step
 from pairwise import in_turn
 from parity.engine_driver import options
 from parity.oracle import Oracle, shape
@@ -71,7 +71,7 @@ def shuffled(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     ("name", ["llama", "qwen3", "deepseek-v2", "glm4", "mixtral"]),
     ("kind", ["right", "beside", "random", "wrong"]),
     ("way", range(len(WAYS))),
-    ("backend", ["torch", "cpu"]),
+    ("backend", BACKENDS),
     ("siblings", [1, 2]),
 )
 def test_each_is_told_what_plain_decoding_tells(
@@ -217,7 +217,7 @@ def moves_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # What is in memory, and what is guessed from it.
 
 
-@in_turn(("name", ["llama", "deepseek-v2"]), ("backend", ["torch", "cpu"]))
+@in_turn(("name", ["llama", "deepseek-v2"]), ("backend", BACKENDS))
 def test_what_is_kept_is_what_plain_decoding_keeps(
     write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, backend: str
 ) -> None:

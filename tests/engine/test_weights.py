@@ -248,9 +248,9 @@ def test_values_that_do_not_go_together_are_named(folder: Path, key: str, value:
 
 
 def test_more_positions_than_there_is_memory_for_are_told_as_such(folder: Path) -> None:
-    """Each has a row of angles before the plan of the memory is known."""
+    """Each has a row of angles."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 10**15}))
-    with pytest.raises(OutOfMemory, match="angles of 1,000,000,000,000,000 positions do not fit into memory; take --max-model-len"):
+    with pytest.raises(OutOfMemory, match=r"does not fit: .* --max-model-len \(1000000000000000\)"):
         build(folder, load_format="dummy")
 
 

@@ -220,7 +220,7 @@ class Decoder:
         return the last layer's output and the residual stream.
         """
         delta, residual = self._begin(batch, arrived)
-        cos_sin = [self.embed(table, batch.positions) for table in self.rotary]  # each [T, R]
+        cos_sin = self.rotations(batch.positions)
         narrows = self.stage.is_last and batch.logits_rows is not None
         for index, layer, rotary in zip(self.stage.layers, self.layers, self.rotary_of, strict=True):
             x = layer.attention_input(delta, residual)
@@ -237,6 +237,10 @@ class Decoder:
         self.tap(batch, residual, self.stage.layers.stop)
         self.tap(batch, hidden, self.stage.layers.stop, "final")
         return hidden
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """By each table of `rotary`, cosines and sines of these positions, [T]: [T, R]."""
+        return [self.embed(table, positions) for table in self.rotary]
 
     def tap(self, batch: ForwardBatch, values: torch.Tensor, layer: int, point: Point = "input") -> None:
         """Write these hidden states, [T, C], of a `Feature` where a draft model finds them, if it takes them and follows."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
 from enginery.checkpoint.decoder_shape import RopeShape
 from enginery.errors import CheckpointError, OutOfMemory
 
+_BLOCK: Final = 1 << 16  # positions whose angles, in float32, are in the host's memory at once
 Frequencies = tuple[torch.Tensor, float]
 
 
@@ -27,21 +29,27 @@ def rotary_table(rope: RopeShape, num_positions: int, *, dtype: torch.dtype, dev
     """
     if not isinstance(rope.kind, str) or rope.kind not in _METHODS:
         raise CheckpointError(f"config.json asks for rope type {rope.kind!r}; known are {', '.join(sorted(_METHODS))}")
+    width = _rows(rope, range(1), num_positions).shape[1]
     try:
-        return _table(rope, num_positions).to(device=device, dtype=dtype)
+        table = torch.empty(num_positions, width, dtype=dtype, device=device)
+        for begin in range(0, 0 if device.type == "meta" else num_positions, _BLOCK):
+            block = range(begin, min(begin + _BLOCK, num_positions))
+            table[block.start : block.stop] = _rows(rope, block, num_positions)
     except RuntimeError as error:  # torch's, of the host or the device
         raise OutOfMemory(f"rotary angles of {num_positions:,} positions do not fit into memory; take --max-model-len") from error
+    return table
 
 
-def _table(rope: RopeShape, num_positions: int) -> torch.Tensor:
-    positions = torch.arange(num_positions, dtype=torch.float32)
+def _rows(rope: RopeShape, block: range, num_positions: int) -> torch.Tensor:
+    """[B, R] of these positions of so many, float32."""
+    positions = torch.arange(block.start, block.stop, dtype=torch.float32)
     try:
-        inv_freq, attention_factor = _METHODS[rope.kind](rope, num_positions)  # [R/2], or [num_positions, R/2]
+        inv_freq, attention_factor = _METHODS[rope.kind](rope, positions, num_positions)  # [R/2], or [B, R/2]
     except (TypeError, ValueError, ArithmeticError) as error:
         stated = dict(rope.parameters)
         raise CheckpointError(f"config.json has rope parameters {stated!r}, which are not usable: {error}") from error
     angles = positions[:, None] * inv_freq
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor  # [num_positions, R]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor  # [B, R]
 
 
 def _parameter(rope: RopeShape, key: str) -> float:
@@ -55,14 +63,14 @@ def _plain(theta: float | torch.Tensor, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def _dynamic(rope: RopeShape, num_positions: int) -> Frequencies:
+def _dynamic(rope: RopeShape, positions: torch.Tensor, num_positions: int) -> Frequencies:
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
-    length = torch.arange(1, num_positions + 1, dtype=torch.float32).clamp(min=rope.max_positions)
+    length = (positions + 1).clamp(min=rope.max_positions)
     theta = rope.theta * (factor * length / rope.max_positions - (factor - 1)) ** (dim / (dim - 2))
-    return _plain(theta[:, None], dim), 1.0  # [num_positions, R/2]
+    return _plain(theta[:, None], dim), 1.0  # [B, R/2]
 
 
-def _llama3(rope: RopeShape, num_positions: int) -> Frequencies:
+def _llama3(rope: RopeShape, positions: torch.Tensor, num_positions: int) -> Frequencies:
     """Llama 3.1's model card: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor, low, high = (_parameter(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = float(rope.parameters.get("original_max_position_embeddings") or rope.max_positions)
@@ -75,7 +83,7 @@ def _llama3(rope: RopeShape, num_positions: int) -> Frequencies:
     return torch.where(between, blended, stretched), 1.0
 
 
-def _yarn(rope: RopeShape, num_positions: int) -> Frequencies:
+def _yarn(rope: RopeShape, positions: torch.Tensor, num_positions: int) -> Frequencies:
     """The frequencies of YaRN (arXiv:2309.00071), and the factor of its attention."""
     dim, theta = rope.rotary_dim, rope.theta
     trained = float(rope.parameters.get("original_max_position_embeddings") or rope.max_positions)
@@ -106,7 +114,7 @@ def _yarn_attention_factor(rope: RopeShape, factor: float) -> float:
     return mscale(float(one)) / mscale(float(all_dims)) if one and all_dims else mscale(1.0)
 
 
-def _longrope(rope: RopeShape, num_positions: int) -> Frequencies:
+def _longrope(rope: RopeShape, positions: torch.Tensor, num_positions: int) -> Frequencies:
     """The frequencies of LongRoPE (arXiv:2402.13753), and the factor of its attention."""
     trained = float(rope.parameters.get("original_max_position_embeddings") or rope.max_positions)
     which = "long_factor" if num_positions > trained else "short_factor"
@@ -120,9 +128,9 @@ def _longrope(rope: RopeShape, num_positions: int) -> Frequencies:
     return inv_freq, implied if stated is None else float(stated)
 
 
-_METHODS: dict[str, Callable[[RopeShape, int], Frequencies]] = {
-    "default": lambda rope, _: (_plain(rope.theta, rope.rotary_dim), 1.0),
-    "linear": lambda rope, _: (_plain(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0),
+_METHODS: dict[str, Callable[[RopeShape, torch.Tensor, int], Frequencies]] = {
+    "default": lambda rope, *_: (_plain(rope.theta, rope.rotary_dim), 1.0),
+    "linear": lambda rope, *_: (_plain(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -69,7 +70,7 @@ def _readable(num_bytes: int) -> str:
 def workspace_bytes(
     settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int, num_lanes: int = 1
 ) -> int:
-    """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory.
+    """Activations of the largest step, its logits, angles, keys and values made from latents, graphs, and the backends' scratch memory.
 
     sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits, but for rows with penalties.
     num_lanes: whose rows are in a feed-forward, and are sampled, together.
@@ -82,7 +83,16 @@ def workspace_bytes(
     made = max(values, default=0) * settings.mla_chunk_tokens * itemsize
     captured = num_lanes * max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
-    return activations + logits + made + captured + backend_bytes
+    return activations + logits + made + captured + rotary_bytes(settings, model, itemsize) + backend_bytes
+
+
+def rotary_bytes(settings: Settings, model: ModelFacts, itemsize: int) -> int:
+    """A row of angles for each position, as wide as a head at most; one table of layers with windows and one of the others."""
+    widths = Counter[MemoryKind]()
+    for layer in model.layers:
+        if layer.recurrent is None:
+            widths[layer.kind] = max(widths[layer.kind], layer.head_dim if layer.latent is None else layer.latent.rope_dim)
+    return settings.max_model_len * widths.total() * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +193,8 @@ def _too_little(asked: EngineOptions, settings: Settings, device: DeviceFacts, p
     return OutOfMemory(
         f"{wanted} does not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of which "
         f"--memory-fraction {asked.memory_fraction} may be used. Raise that, or lower {f'{flag}, ' if plan.num_pages else ''}"
-        f"--max-batch-tokens ({settings.max_batch_tokens}) or --max-batch-requests ({settings.max_batch_requests}); a smaller "
-        "--dtype halves the weights"
+        f"--max-batch-tokens ({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or --max-model-len "
+        f"({settings.max_model_len}); a smaller --dtype halves the weights"
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from enginery.config.resolve import DeviceFacts, resolve
 from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnLayerFacts
+from enginery.contracts.attention import AttnLayerFacts, LatentFacts
+from enginery.contracts.memory import RecurrentFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError, OutOfMemory
 from enginery.worker.memory_plan import CUDA_LIBRARY_BYTES, GIB, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
@@ -18,6 +21,9 @@ MODEL = ModelFacts(
     activation_width=512,
     layers=(AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16),),
 )
+
+LATENT = LatentFacts(rank=16, rope_dim=8, nope_dim=16, value_dim=16)
+RECURRENT = RecurrentFacts(rule="linear", decay="constant", key_heads=4, value_heads=4, key_dim=16, value_dim=16)
 
 
 def device(gib: float, kind: str = "cuda") -> DeviceFacts:
@@ -42,6 +48,25 @@ def test_on_a_cuda_device_libraries_take_memory_too_and_one_copy_of_the_logits_i
     settings = resolve(asked, device(10), MODEL, config={})
     sizes = [workspace_bytes(settings, MODEL, backend_bytes=0, itemsize=2, sampling_copies=copies) for copies in (0, 1, 2)]
     assert sizes[0] == sizes[1] == sizes[2] - 4 * settings.max_batch_requests * MODEL.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("layers", "width"),
+    [
+        ((AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16),) * 2, 16),
+        ((AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16), AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=32)), 32),
+        (tuple(AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=window) for window in (8, None)), 32),
+        ((AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=24, latent=LATENT),), 8),
+        ((AttnLayerFacts(num_heads=4, num_kv_heads=4, head_dim=16, recurrent=RECURRENT),), 0),
+    ],
+)
+def test_the_angles_of_each_position_are_planned(layers: tuple[AttnLayerFacts, ...], width: int) -> None:
+    model = dataclasses.replace(MODEL, layers=layers)
+    sizes = []
+    for length in (1024, 2048):
+        settings = resolve(EngineOptions(max_model_len=length, max_batch_tokens=512), device(10), model, config={})
+        sizes.append(workspace_bytes(settings, model, backend_bytes=0, itemsize=2, sampling_copies=1))
+    assert sizes[1] - sizes[0] == 1024 * width * 2
 
 
 def test_no_more_pages_than_all_requests_together_could_use() -> None:

@@ -30,6 +30,7 @@ from enginery.worker.choice import Choice, shipped_drafters
 from enginery.worker.drafts.choice import is_stored
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
+from enginery.worker.memory_plan import rotary_bytes
 from enginery.worker.needs import LayerNeeds, verifying
 from enginery.worker.weights.formats import stated_quantization
 from enginery.worker.weights.matrices import RankSetting
@@ -195,11 +196,12 @@ class DraftNeeds:
 
     @property
     def workspace_bytes(self) -> int:
-        """Its activations, the target's hidden states of a whole step, and the pages that belong to seats."""
+        """Its activations and angles, the target's hidden states of a whole step, and the pages that belong to seats."""
         facts, width = self.choice.facts, self.choice.dtype.itemsize
         features = max(1, len(self.taps)) * self.target_width
         activations = self.choice.settings.max_batch_tokens * (facts.activation_width + features) * width
-        return activations + self._captured_bytes + (1 + self._pages_behind) * self.page_bytes
+        beside = self._captured_bytes + rotary_bytes(self.choice.settings, facts, width)
+        return activations + beside + (1 + self._pages_behind) * self.page_bytes
 
     @property
     def _captured_bytes(self) -> int:

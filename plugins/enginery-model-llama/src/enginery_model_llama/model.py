@@ -51,11 +51,14 @@ class PartlyRotated(Decoder):
 
     def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
         super().__init__(context, shape)
-        without, table = unrotated(context.config), self.rotary[0]
-        still = torch.zeros_like(table)
-        still[:, : table.shape[1] // 2] = 1.0  # not the first row of the table, which YaRN multiplies
-        self.rotary.append(still)
+        without, width = unrotated(context.config), self.rotary[0].shape[1]
+        self.still = torch.zeros((1, width), dtype=context.dtype, device=context.device)
+        self.still[:, : width // 2] = 1.0  # not the first row of the table, which YaRN multiplies
         self.rotary_of = [int(index in without) for index in context.stage.layers]
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """As the base class has it, and that of layers without positions: [T, R]."""
+        return [*super().rotations(positions), self.still.expand(len(positions), -1).contiguous()]
 
 
 class ScaledLayer(DecoderLayer):

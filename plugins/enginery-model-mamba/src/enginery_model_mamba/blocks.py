@@ -98,10 +98,14 @@ class HybridDecoder(Decoder):
         rotates: bool = True,
     ) -> None:
         """names: see `Renamed`. rotates: whether attention has positions."""
-        super().__init__(dataclasses.replace(context, weights=Renamed(context.weights, names)), shape, layer=layer)
+        renamed, self.rotates = Renamed(context.weights, names), rotates
+        longest = context.max_positions if rotates else 1
+        super().__init__(dataclasses.replace(context, weights=renamed, max_positions=longest), shape, layer=layer)
         self.logit_scale = logit_scale
-        if not rotates:  # everything is where position 0 is: cosines of 1, sines of 0
-            self.rotary = [table[:1].expand_as(table).contiguous() for table in self.rotary]
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """As the base class has it; without positions everything is where position 0 is: cosines of 1, sines of 0."""
+        return super().rotations(positions) if self.rotates else [table.expand(len(positions), -1).contiguous() for table in self.rotary]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V]."""

@@ -13,7 +13,7 @@ _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """What may be taken now without swapping, within what the control groups of this process (cgroups) may have. root: for tests."""
+    """What may be taken now without swapping, within what this process's control groups (cgroups) may have. root: for tests."""
     return max(1, min((_free_bytes(root), *_left_in_groups(root))))
 
 

@@ -17,6 +17,7 @@ from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
 from enginery.kv.kinds import most_window_pages, reach_of
 from enginery.worker.choice import Choice
+from enginery.worker.sampling import PROMPT_LOGPROB_ROWS
 from enginery.worker.weights.shares import stage_of
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -70,7 +71,7 @@ def _readable(num_bytes: int) -> str:
 def workspace_bytes(
     settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int, num_lanes: int = 1
 ) -> int:
-    """Activations of the largest step, its logits, angles, keys and values made from latents, graphs, and the backends' scratch memory.
+    """Activations of the largest step, its logits or a prompt's, keys and values of latents, angles, graphs, and backends' memory.
 
     sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits, but for rows with penalties.
     num_lanes: whose rows are in a feed-forward, and are sampled, together.
@@ -78,12 +79,13 @@ def workspace_bytes(
     activations = num_lanes * settings.max_batch_tokens * model.activation_width * itemsize
     logits = num_lanes * settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
     latents = ((layer.num_heads, layer.latent) for layer in model.layers if layer.latent is not None)
+    told = min(PROMPT_LOGPROB_ROWS, settings.max_batch_tokens) * model.vocab_size * (itemsize + 8)  # and in float32, twice
     # of one latent: each head's key and value in one piece, then its key with the rotary part
     values = (heads * (2 * each.nope_dim + each.rope_dim + each.value_dim) for heads, each in latents)
     made = max(values, default=0) * settings.mla_chunk_tokens * itemsize
     captured = num_lanes * max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
-    return activations + logits + made + captured + rotary_bytes(settings, model, itemsize) + backend_bytes
+    return activations + max(logits, told) + made + captured + rotary_bytes(settings, model, itemsize) + backend_bytes
 
 
 def rotary_bytes(settings: Settings, model: ModelFacts, itemsize: int) -> int:
@@ -193,8 +195,8 @@ def _too_little(asked: EngineOptions, settings: Settings, device: DeviceFacts, p
     return OutOfMemory(
         f"{wanted} does not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of which "
         f"--memory-fraction {asked.memory_fraction} may be used. Raise that, or lower {f'{flag}, ' if plan.num_pages else ''}"
-        f"--max-batch-tokens ({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or --max-model-len "
-        f"({settings.max_model_len}); a smaller --dtype halves the weights"
+        f"--max-batch-tokens ({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or "
+        f"--max-model-len ({settings.max_model_len}); a smaller --dtype halves the weights"
     )
 
 

@@ -13,6 +13,7 @@ from enginery.contracts.memory import RecurrentFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError, OutOfMemory
 from enginery.worker.memory_plan import CUDA_LIBRARY_BYTES, GIB, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
+from enginery.worker.sampling import PROMPT_LOGPROB_ROWS
 
 MODEL = ModelFacts(
     vocab_size=1000,
@@ -48,6 +49,17 @@ def test_on_a_cuda_device_libraries_take_memory_too_and_one_copy_of_the_logits_i
     settings = resolve(asked, device(10), MODEL, config={})
     sizes = [workspace_bytes(settings, MODEL, backend_bytes=0, itemsize=2, sampling_copies=copies) for copies in (0, 1, 2)]
     assert sizes[0] == sizes[1] == sizes[2] - 4 * settings.max_batch_requests * MODEL.vocab_size
+
+
+def test_logits_of_prompts_are_planned_where_they_are_more_than_those_of_a_step() -> None:
+    settings = resolve(EngineOptions(max_batch_requests=1, max_batch_tokens=512), device(10), MODEL, config={})
+    few, many = (
+        workspace_bytes(
+            dataclasses.replace(settings, max_batch_requests=count), MODEL, backend_bytes=0, itemsize=2, sampling_copies=1
+        )
+        for count in (1, 1024)
+    )
+    assert many - few == (1024 * (2 + 4) - PROMPT_LOGPROB_ROWS * (2 + 4 + 4)) * MODEL.vocab_size
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ class HybridDecoder(Decoder):
 
     def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """As the base class has it; without positions everything is where position 0 is: cosines of 1, sines of 0."""
-        return super().rotations(positions) if self.rotates else [table.expand(len(positions), -1).contiguous() for table in self.rotary]
+        if self.rotates:
+            return super().rotations(positions)
+        return [table.expand(len(positions), -1).contiguous() for table in self.rotary]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V]."""

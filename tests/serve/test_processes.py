@@ -86,10 +86,9 @@ def test_objects_of_a_prepared_engine_are_never_searched_for_garbage(monkeypatch
 
 def test_messages_survive_the_way_there_and_back():
     params = SamplingParams(logit_bias={3: 1.5}, stop=("a", "b"), seed=2**63 - 1, logprobs=2)
-    submit = messages.Submit(request())
-    assert messages.decode_to_engine(messages.encode(submit)) == submit
-    whole = messages.Submit(GenerationRequest(request_id="x", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="s"))
-    assert messages.decode_to_engine(messages.encode(whole)) == whole
+    whole = GenerationRequest(request_id="x", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="s")
+    for each in (request(), whole):
+        assert messages.decode_to_engine(messages.encode(messages.Submit.of([each]))).whole() == [each]
 
 
 def test_what_came_while_nobody_took_it_is_one_output_of_each_request(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import msgspec
 
 from enginery.config.schema import EngineOptions, HostShare
@@ -24,9 +27,19 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Run a request. It is answered with `Accepted` or `Rejected`, then with outputs."""
+    """Run requests that have the same prompt, which they lack. Each is answered with `Accepted` or `Rejected`, then has outputs."""
 
-    request: GenerationRequest
+    prompt_token_ids: tuple[int, ...]
+    requests: list[GenerationRequest]
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest]) -> Submit:
+        """The message for requests of one prompt."""
+        return cls(requests[0].prompt_token_ids, [dataclasses.replace(request, prompt_token_ids=()) for request in requests])
+
+    def whole(self) -> list[GenerationRequest]:
+        """The requests with their prompt, which is in memory once."""
+        return [dataclasses.replace(request, prompt_token_ids=self.prompt_token_ids) for request in self.requests]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,8 +116,8 @@ async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
     for client, request, _ in sent:
         client.groups[request.request_id] = group
     try:
-        for client, request, _ in sent:
-            await client.send(messages.Submit(request))
+        for (client, _), alike in itertools.groupby(sent, lambda each: (each.client, id(each.request.prompt_token_ids))):
+            await client.send(messages.Submit.of([each.request for each in alike]))
         for _ in sent:
             await group.accepted()
         yield group

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -24,7 +25,7 @@ import zmq
 from enginery.child_process import die_with_parent, read_frame
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineLike, ReportProgress
-from enginery.contracts.request import RequestOutput
+from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.errors import EnginError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages
@@ -33,6 +34,7 @@ BuildEngine = Callable[[EngineOptions, Registry, ReportProgress], EngineLike]
 Within = Callable[[EngineOptions, HostShare], EngineOptions]
 
 _HEARTBEAT_S: Final = 0.2
+_TAKING_S: Final = 0.005
 _log: Final = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._heartbeat_s = 0.0
+        self._arrived: deque[GenerationRequest] = deque()  # of messages that were taken, before those that come
 
     def run(self) -> None:
         """Step and answer until told to stop. Blocks in the poll when there is nothing to do."""
@@ -72,30 +75,46 @@ class EngineLoop:
             return outputs
 
     def _take_messages(self, timeout_ms: int) -> bool:
-        """Handle the messages that are there; wait `timeout_ms` for the first. Returns False when told to stop."""
-        while self._link.poll(timeout_ms):
-            timeout_ms = 0
-            try:
-                message = messages.decode_to_engine(self._link.recv())
-            except (msgspec.DecodeError, RequestError) as error:
-                print(f"engine: a malformed frame was dropped: {error}", file=sys.stderr)
-                continue
-            match message:
-                case messages.Submit(request):
-                    self._submit(request.request_id, message)
-                case messages.Abort(request_id):
-                    self._engine.abort(request_id)
-                case messages.Flush():
-                    self._tell(messages.Done(f"{self._engine.flush_prefix_cache()} pages were freed"))
-                case messages.Profile(num_steps):
-                    self._tell(messages.Done(f"the next {num_steps} steps go to {self._engine.meter.profile(num_steps)}"))
-                case messages.Stop():
-                    return False
+        """Handle the messages that are there, in order; wait `timeout_ms` for the first. Returns False when told to stop.
+
+        While there is work to do, the next step is not held up for longer than one of them takes beyond `_TAKING_S`.
+        """
+        if not self._arrived and not self._link.poll(timeout_ms):
+            return True
+        until_s = time.monotonic() + _TAKING_S
+        while self._arrived or self._link.poll(0):
+            if self._arrived:
+                self._submit(self._arrived.popleft())
+            elif not self._take_one():
+                return False
+            if self._engine.has_work and time.monotonic() >= until_s:
+                break
         return True
 
-    def _submit(self, request_id: str, message: messages.Submit) -> None:
+    def _take_one(self) -> bool:
+        """Handle the next message, which is there. Returns False when told to stop."""
         try:
-            self._engine.submit(message.request)
+            message = messages.decode_to_engine(self._link.recv())
+        except (msgspec.DecodeError, RequestError) as error:
+            print(f"engine: a malformed frame was dropped: {error}", file=sys.stderr)
+            return True
+        match message:
+            case messages.Submit():
+                self._arrived.extend(message.whole())
+            case messages.Abort(request_id):
+                self._engine.abort(request_id)
+            case messages.Flush():
+                self._tell(messages.Done(f"{self._engine.flush_prefix_cache()} pages were freed"))
+            case messages.Profile(num_steps):
+                self._tell(messages.Done(f"the next {num_steps} steps go to {self._engine.meter.profile(num_steps)}"))
+            case messages.Stop():
+                return False
+        return True
+
+    def _submit(self, request: GenerationRequest) -> None:
+        request_id = request.request_id
+        try:
+            self._engine.submit(request)
         except RequestError as error:
             full = isinstance(error, QueueFull)
             self._tell(messages.Rejected(request_id=request_id, message=str(error), param=error.param, is_queue_full=full))
@@ -103,7 +122,7 @@ class EngineLoop:
             _log.exception("a request was refused")
             self._tell(messages.Rejected(request_id=request_id, message=str(error), param=None, is_fault=True))
         else:
-            if message.request.params.grammar is None:
+            if request.params.grammar is None:
                 self._tell(messages.Accepted(request_id))
 
     def _answer(self, outputs: list[RequestOutput]) -> list[RequestOutput]:

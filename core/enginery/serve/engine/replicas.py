@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -279,8 +280,9 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
     num_planned, tokens_planned = Counter[int](), Counter[int]()
     options = replicas[0].client.options
     size = block_tokens(options.page_size)
-    for request in requests:
-        prompt, salt = request.prompt_token_ids, request.cache_salt
+    for (_, salt), group in itertools.groupby(requests, lambda each: (id(each.prompt_token_ids), each.cache_salt)):
+        alike = list(group)
+        prompt = alike[0].prompt_token_ids
         if (route := routes.get((prompt, salt))) is None:
             hashes = block_hashes(prompt, salt, size=size) if options.prefix_cache else []
             planned = [(num_planned[number], tokens_planned[number]) for number in range(len(replicas))]
@@ -288,10 +290,11 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
             route = routes[prompt, salt] = choose(len(prompt), standings) or 0, hashes  # where none serves, the first says why
         place, hashes = route
         replica = replicas[place]
-        num_known = replica.prefixes.num_known(hashes) * size
+        first = replica.prefixes.num_known(hashes) * size
         if (facts := replica.facts) is not None:
             replica.prefixes.add(hashes, most=facts.num_pages * facts.page_size // size)
-        num_planned[place] += 1
-        tokens_planned[place] += max(1, len(prompt) - num_known)
-        sent.append(Sent(replica.client, request, num_known))
+        others = replica.prefixes.num_known(hashes) * size
+        num_planned[place] += len(alike)
+        tokens_planned[place] += max(1, len(prompt) - first) + (len(alike) - 1) * max(1, len(prompt) - others)
+        sent += [Sent(replica.client, request, others if index else first) for index, request in enumerate(alike)]
     return sent

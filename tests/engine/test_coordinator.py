@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from engine.rank_threads import on_threads
 from installed import install
 
 from enginery.config.schema import EngineOptions
@@ -24,6 +25,7 @@ from enginery.api import AttnBackendSpec, SparseCoordinatorSpec, hookimpl
 from enginery_attn_torch.spec import TORCH
 
 events = []
+places = []
 
 
 class InMemoryCoordinator:
@@ -43,6 +45,7 @@ def register_sparse_coordinators():
 @hookimpl
 def create_sparse_coordinator(context):
     events.append(("coordinator", context.instance))
+    places.append(context.parallel)
     return InMemoryCoordinator(context)
 
 
@@ -60,6 +63,7 @@ def create_attn_backend(name, context):
     from enginery_attn_torch.backend import TorchAttention
 
     events.append(("backend", context.coordinator))
+    places.append(context.parallel)
     assert context.coordinator is None or context.coordinator.pool is context.pool
     return TorchAttention(context)
 '''
@@ -84,6 +88,13 @@ def test_the_coordinator_is_built_before_the_backend_and_given_to_it(plugin) -> 
     assert second[0] == "backend"
     assert isinstance(second[1], plugin.InMemoryCoordinator)
     assert second[1].num_layers > 0
+
+
+def test_both_see_which_of_several_ranks_they_are_on(plugin) -> None:
+    asked = EngineOptions(attention_backend="watching", sparse_coordinator="in-memory", num_pages=8, tp=2)
+    with on_threads(asked, Registry.load()):
+        pass
+    assert sorted((place.tensor_rank, place.tensor_size) for place in plugin.places) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_none_means_configured_off(plugin) -> None:

@@ -304,7 +304,12 @@ def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> 
         return None
     name = choice.coordinator.name
     context = CoordinatorContext(
-        instance=f"{name}#0", geometry=pool.geometry, pool=pool, device=choice.device, options=registry.options_for(name)
+        instance=f"{name}#0",
+        geometry=pool.geometry,
+        pool=pool,
+        device=choice.device,
+        parallel=choice.parallel,
+        options=registry.options_for(name),
     )
     return registry.create_sparse_coordinator(name, context)
 

@@ -103,6 +103,7 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
         device=choice.device,
         dtype=choice.dtype,
         arena=parts.arena,
+        parallel=choice.parallel,
         coordinator=parts.coordinator,
         options=parts.registry.options_for(name),
     )

@@ -62,7 +62,7 @@ def test_other_plugins_on_another_host_are_refused_before_weights(
 
 def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) -> None:
     """Where all settings are compared, whoever is asked: over tcp, as between hosts."""
-    store, address = listening_store("127.0.0.1", 2)
+    store, address = listening_store("127.0.0.1")
 
     def compare(rank: int) -> str:
         groups = RankGroups(

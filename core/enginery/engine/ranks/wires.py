@@ -111,7 +111,7 @@ class TcpWires:
         return link, link.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def store(self, num_ranks: int) -> tuple[MeetingStore, str]:
-        return listening_store(self.host, num_ranks)
+        return listening_store(self.host)
 
     def joining(self, count: int) -> Listening | None:
         return Listening(Door(self._door, self.address), self.key, count=count, deadline_s=self._deadline_s)

@@ -205,7 +205,7 @@ def open_store(address: str, num_ranks: int) -> Store:
     return store
 
 
-def listening_store(host: str, num_ranks: int) -> tuple[Store, str]:
+def listening_store(host: str) -> tuple[Store, str]:
     """One for ranks of other hosts, and its address, for `open_store`: any port of this address of the first rank's."""
     listener = socket.create_server((host, 0))
     port, descriptor = listener.getsockname()[1], listener.detach()

@@ -41,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """States of the engine's process, the best first. SILENT: it lives, but has said nothing for a minute.
+    """States of the engine's process. Of replicas the first that one is in is told: STOPPING, as all stop together, then the best.
 
-    STOPPING: no request is taken. RESTARTING: it has died, and another takes its place.
+    SILENT: it lives, but has said nothing for a minute. RESTARTING: it has died, and another takes its place.
     """
 
     STOPPING = "stopping"

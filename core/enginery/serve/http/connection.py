@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Final
@@ -125,15 +126,22 @@ class Connection(H11Protocol):
             self._refuse(status, "no_http", f"this is not HTTP/1.1{f': {error}' if error else ''}")
 
     def pause_writing(self) -> None:
-        """The client reads too slowly: start the time until the connection is closed."""
+        """The client reads too slowly: it must go on reading, or the connection is closed."""
         super().pause_writing()
-        self._sending = self.loop.call_later(self._limits.send_s, self.transport.abort)
+        self._time_reading()
 
     def resume_writing(self) -> None:
         """The client reads again."""
         if self._sending is not None:
             self._sending.cancel()
         super().resume_writing()
+
+    def _time_reading(self, before: float = math.inf) -> None:
+        """Close the connection if no fewer bytes wait than `before`; else look again when the time is over."""
+        if (left := self.transport.get_write_buffer_size()) < before:
+            self._sending = self.loop.call_later(self._limits.send_s, self._time_reading, left)
+        else:
+            self.transport.abort()
 
     def _time_request(self) -> None:
         """Start or stop the time for a request. Head and body share one time, which begins with the first byte."""

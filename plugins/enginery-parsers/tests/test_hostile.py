@@ -52,6 +52,7 @@ def hostile(length: int) -> dict[str, str]:
         "a long value of Qwen": "<tool_call>\n<function=f>\n<parameter=s>\n" + "\n" * length,
         "headers": "<|start|>" * (length // 9),
         "a long header": "<|start|>assistant to=functions." + "f" * length,
+        "blanks in headers": ("<|channel|>final" + " " * 800 + "x<|message|>") * (length // 829),
         "a long message": "<|channel|>commentary to=functions.f<|message|>" + '{"a": "' + "<|cal" * (length // 5),
         "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (length // 260),
     }
@@ -144,6 +145,7 @@ def test_what_is_too_long_ends_at_the_same_character_however_it_is_cut() -> None
 @pytest.mark.parametrize(
     ("value", "arguments"),
     [
+        ('["\\ud800 é\n"]', '{"v": ["\\ud800 é\\n"]}'),
         ('{"a": "1\n2"}', '{"v": {"a": "1\\n2"}}'),
         ('{\n"a": 1E400}', '{"v": {\n"a": 1E400}}'),
         ("1\n2", '{"v": "1\\n2"}'),
@@ -154,6 +156,11 @@ def test_control_characters_in_the_strings_of_json_are_escaped_within_tags_too(v
     text = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
     _, found, ended = texts(SPECS["glm4"], iter([text]))
     assert (found, "complete=True" in ended) == (arguments, True)
+
+
+def test_a_number_that_python_alone_writes_so_may_be_longer_than_floats() -> None:
+    _, found, ended = texts(SPECS["lfm2"], iter([f"<|tool_call_start|>[f(a=+{'1' * 400})]<|tool_call_end|>"]))
+    assert (found, "complete=True" in ended) == (f'{{"a": {"1" * 400}}}', True)
 
 
 def test_an_id_that_mistral_writes_twice_is_another_the_second_time() -> None:

@@ -32,9 +32,9 @@ _HEADER_MAX: Final = 1_000
 _AROUND: Final = Marker(START, CHANNEL, END, CALL, RETURN, breaks=0)
 _OF_HEADER: Final = Marker(MESSAGE, START, END, CALL, RETURN, breaks=0)
 _HEADER: Final = re.compile(
-    r"(?:<\|start\|>\s*assistant)?(?:\s*to=(?P<first>[^\s<]+))?"
-    r"(?:\s*<\|channel\|>\s*(?P<channel>analysis|commentary|final))?(?:\s*to=(?P<second>[^\s<]+))?"
-    r"\s*(?:<\|constrain\|>)?\s*(?:json|code|text)?\s*",
+    r"(?:<\|start\|>\s*+assistant)?(?:\s*+to=(?P<first>[^\s<]++))?"
+    r"(?:\s*+<\|channel\|>\s*+(?P<channel>analysis|commentary|final))?(?:\s*+to=(?P<second>[^\s<]++))?"
+    r"\s*+(?:<\|constrain\|>)?\s*+(?:json|code|text)?\s*+",
     re.IGNORECASE,
 )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -156,9 +156,6 @@ def _read_atom(source: Source, sink: Sink) -> Wait[None]:
 def _number(text: str) -> str:
     """A number that only Python writes so; empty if it is none."""
     for kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            continue
-        return json.dumps(value) if math.isfinite(value) else ""
+        with contextlib.suppress(ValueError):
+            return json.dumps(kind(text), allow_nan=False)
     return ""

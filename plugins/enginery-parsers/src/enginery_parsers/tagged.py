@@ -200,7 +200,8 @@ def json_of(text: str, allowed: frozenset[str], *, python_words: bool = False) -
     try:
         value = json.loads(written, parse_constant=_refuse, strict=False)
         if _CONTROL.search(written) and not _is_strict(written):
-            written = json.dumps(value, ensure_ascii=False)
+            # Half of a surrogate pair stays the escape that it was.
+            written = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     fits = _JSON_TYPES.get(type(value), frozenset())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from enginery.contracts.request import TokenLogprob
+from enginery.serve.api import served_model, service
 from enginery.serve.api.logprobs import LegacyLayout, chat_logprobs
 from enginery.text.tokenizer import Tokenizer as Ours
 
@@ -31,3 +35,64 @@ def test_bytes_of_log_probabilities_make_up_the_text(bytes_only):
     text = "a😀é!<end>"
     found = [TokenLogprob(token_id=each, logprob=-1.0, top=()) for each in bytes_only.encode(text, add_special_tokens=False)]
     assert b"".join(bytes(each.bytes) for each in chat_logprobs(bytes_only, found).content) == text.encode()
+
+
+def test_a_token_is_spelt_once_for_a_whole_answer(bytes_only, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bytes_only, "token_text", lambda token_id: asked.append(token_id) or str(token_id))
+    found = chat_logprobs(bytes_only, [TokenLogprob(token_id=5, logprob=-1.0, top=((5, -1.0), (6, -2.0)))] * 100)
+    assert [top.token for each in found.content for top in each.top_logprobs] == ["5", "6"] * 100
+    assert asked == [5, 6]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", CHAT | {"prompt_logprobs": 2}),
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2}),
+        ("/v1/completions", {"prompt": ["hi", "you"], "n": 3, "prompt_logprobs": 2, "echo": True}),
+        ("/v1/embeddings", {"input": ["hi", "you"]}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_much_is_laid_out_apart_from_the_event_loop_and_is_the_same(with_server, monkeypatch, path, body):
+    written, threads = service.json_answer, []
+
+    def json_answer(content):
+        threads.append(threading.current_thread())
+        return written(content)
+
+    async def scenario(live):
+        monkeypatch.setattr(service, "json_answer", json_answer)
+        answers = []
+        for limit in (4096, 3):
+            monkeypatch.setattr(served_model, "_INLINE_CHARS", limit)
+            answers.append(json.loads((await live.post(path, **body)).content))
+            answers[-1].pop("id", None)
+        assert [thread is threading.main_thread() for thread in threads] == [True, False]
+        assert "error" not in answers[0]
+        assert answers[0] | {"created": 0} == answers[1] | {"created": 0}
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_a_prompt_of_tokens_is_made_once_for_all_its_choices(with_server, monkeypatch, stream):
+    async def scenario(live):
+        tokenizer, texts = live.service.model().text.tokenizer, []
+        ids, whole = tokenizer.encode("a prompt", add_special_tokens=False), tokenizer.decode
+
+        def decode(tokens, **how):
+            texts.append(tokens)
+            return whole(tokens, **how)
+
+        monkeypatch.setattr(tokenizer, "decode", decode)
+        response = await live.complete(ids, echo=True, logprobs=1, n=4, max_tokens=1, stream=stream)
+        assert response.text.count("a prompt") == 4
+        assert texts.count(tuple(ids)) == 1
+
+    with_server(scenario)

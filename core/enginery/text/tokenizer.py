@@ -5,6 +5,7 @@ Chat templates are in `template`, decoding of a growing output in `detokenize`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ _CLEANED: Final = (
 )
 _BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token that spells a byte
 _MANY: Final = 4096  # tokens, a millisecond of decoding
+_KEPT: Final = 1 << 15  # tokens whose bytes are kept, some megabytes: to find them takes microseconds
 _NO_TEXT: Final = "the text holds half a surrogate pair, which is no Unicode text"
 
 
@@ -48,6 +50,7 @@ class Tokenizer:
         kinds = {part["type"]: part for part in decoder.get("decoders", [decoder]) if part}
         self.is_byte_fallback = "ByteFallback" in kinds
         self._byte_of = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._bytes_of = functools.lru_cache(_KEPT)(self._found_bytes)
         self._space = "▁" if kinds.keys() & {"Metaspace", "Replace"} else None
 
     @classmethod
@@ -109,6 +112,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text, were it in the middle of it."""
+        return self._bytes_of(token_id)
+
+    def _found_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
         if token_id in self._added_ids:
             return token.encode()

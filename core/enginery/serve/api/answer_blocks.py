@@ -28,15 +28,20 @@ class Change(StrEnum):
 
 @dataclass(kw_only=True)
 class Block:
-    """One block as it grows. text, status, logprobs: so far; a call's text is its arguments. call_id, name: only of a call."""
+    """One block as it grows. texts, status, logprobs: so far; a call's texts are its arguments. call_id, name: only of a call."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     status: str = "in_progress"
     logprobs: list[ChatLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All texts so far, put together."""
+        return "".join(self.texts)
 
 
 class Blocks:
@@ -63,7 +68,7 @@ class Blocks:
                 case _:
                     continue
             assert self._open is not None
-            self._open.text += text
+            self._open.texts.append(text)
             yield Change.ADD, self._open, text
 
     def finish(self, status: str = "completed") -> Iterator[tuple[Change, Block, str]]:

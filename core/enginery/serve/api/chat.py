@@ -14,7 +14,7 @@ from enginery.contracts.request import TokenLogprob
 from enginery.serve.api.choices import ChoiceDelta, ChunkLayout, Collected, collect, stream_events
 from enginery.serve.api.conversation import open_conversation
 from enginery.serve.api.logprobs import by_token_id, chat_logprobs
-from enginery.serve.api.service import Service, json_answer, read_request
+from enginery.serve.api.service import Service, large_answer, read_request
 from enginery.serve.http.event_stream import EventStream, event, unless_disconnected
 from enginery.serve.schemas import replies
 from enginery.serve.schemas.chat import ChatRequest
@@ -24,7 +24,8 @@ from enginery.text.tokenizer import Tokenizer
 
 async def chat(service: Service, http: Request) -> Response:
     """The handler of /v1/chat/completions. Raises `EnginError`, and `ClientGone` when the client hung up."""
-    tokenizer = service.model().text.tokenizer
+    model = service.model()
+    tokenizer = model.text.tokenizer
     asked = await read_request(http, ChatRequest)
     opened = await open_conversation(service, asked, "chatcmpl")
     heading = dataclasses.asdict(opened.heading)
@@ -37,13 +38,16 @@ async def chat(service: Service, http: Request) -> Response:
         chunks = ChunkLayout(part=layout.part, chunk=chunk, tally=opened.tally, options=asked.stream_options or StreamOptions())
         return await EventStream.start(http, stream_events(opened.deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
-    reply = replies.ChatReply(
-        **heading,
-        choices=[layout.whole(choice) for choice in choices],
-        usage=usage,
-        prompt_logprobs=by_token_id(tokenizer, choices[0].prompt_logprobs, asked=asked.prompt_logprobs),
-    )
-    return json_answer(reply)
+
+    def reply() -> replies.ChatReply:
+        return replies.ChatReply(
+            **heading,
+            choices=[layout.whole(choice) for choice in choices],
+            usage=usage,
+            prompt_logprobs=by_token_id(tokenizer, choices[0].prompt_logprobs, asked=asked.prompt_logprobs),
+        )
+
+    return await large_answer(model, sum(choice.num_logprobs for choice in choices), reply)
 
 
 def texts_of(events: Sequence[ParserEvent], kind: type[ContentText | ReasoningText]) -> str:
@@ -54,14 +58,17 @@ def texts_of(events: Sequence[ParserEvent], kind: type[ContentText | ReasoningTe
 def calls_of(events: Sequence[ParserEvent], *, in_chunk: bool) -> list[replies.CallPart]:
     """The calls that the events begin or go on with. Each has only what the events add to it."""
     calls: dict[int, replies.CallPart] = {}
+    arguments: dict[int, list[str]] = {}
     for found in events:
         if isinstance(found, ToolCallBegun):
             function = replies.FunctionPart(name=found.name, arguments="")
             index = found.index if in_chunk else None
             calls[found.index] = replies.CallPart(index=index, id=found.id, type="function", function=function)
         elif isinstance(found, ArgumentsText):
-            call = calls.setdefault(found.index, replies.CallPart(index=found.index, function=replies.FunctionPart(arguments="")))
-            call.function.arguments = (call.function.arguments or "") + found.text
+            calls.setdefault(found.index, replies.CallPart(index=found.index, function=replies.FunctionPart()))
+            arguments.setdefault(found.index, []).append(found.text)
+    for index, texts in arguments.items():
+        calls[index].function.arguments = "".join(texts)
     return list(calls.values())
 
 

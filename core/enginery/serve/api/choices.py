@@ -202,6 +202,11 @@ class Collected:
         """The text of all deltas so far."""
         return "".join(self._texts)
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many there are, with the prompt's and those of likeliest tokens."""
+        return sum(1 + len(found.top) for found in (*self.logprobs, *(self.prompt_logprobs or ())) if found is not None)
+
 
 async def collect(deltas: AsyncGenerator[ChoiceDelta, None], jobs: Sequence[Job]) -> tuple[list[Collected], Usage]:
     """Wait until all jobs have ended. Returns their choices in the order of the jobs, and the tokens of all."""

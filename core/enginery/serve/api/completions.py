@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -22,11 +23,11 @@ from enginery.serve.api.choices import (
     stream_events,
 )
 from enginery.serve.api.logprobs import LegacyLayout, by_token_id
-from enginery.serve.api.served_model import Job
-from enginery.serve.api.service import Heading, Service, json_answer, read_request
+from enginery.serve.api.served_model import Job, Prompt
+from enginery.serve.api.service import Heading, Service, large_answer, read_request
 from enginery.serve.http.event_stream import EventStream, event, unless_disconnected
 from enginery.serve.schemas.completions import CompletionRequest, StreamOptions
-from enginery.serve.schemas.replies import CompletionChoice, CompletionReply, LegacyLogprobs, Usage
+from enginery.serve.schemas.replies import CompletionChoice, CompletionReply, JsonObject, LegacyLogprobs, Usage
 from enginery.serve.schemas.structured_outputs import asked_grammar
 from enginery.text.tokenizer import Tokenizer
 
@@ -51,7 +52,8 @@ async def complete(service: Service, http: Request) -> Response:
     deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
     if scores:
         deltas = _without_output(deltas)
-    layouts = [_ChoiceLayout(job, asked, model.text.tokenizer) for job in jobs]
+    text_of = functools.cache(lambda index: _text_of(prompts[index], model.text.tokenizer))
+    layouts = [_ChoiceLayout(job, asked, model.text.tokenizer, text_of) for job in jobs]
 
     def chunk(choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         return event(CompletionReply(**head, choices=choices, usage=usage))
@@ -63,10 +65,14 @@ async def complete(service: Service, http: Request) -> Response:
         chunks = ChunkLayout(part=part, chunk=chunk, tally=Tally(jobs), options=asked.stream_options or StreamOptions())
         return await EventStream.start(http, stream_events(deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(deltas, jobs))
-    reply = CompletionReply(
-        **head, choices=[layout.whole(choice) for layout, choice in zip(layouts, choices, strict=True)], usage=usage
-    )
-    return json_answer(reply)
+
+    def reply() -> CompletionReply:
+        found_of = {choice.job.prompt_index: choice.prompt_logprobs for choice in choices}
+        told = {at: by_token_id(model.text.tokenizer, found, asked=asked.prompt_logprobs) for at, found in found_of.items()}
+        wholes = [layout.whole(choice, told) for layout, choice in zip(layouts, choices, strict=True)]
+        return CompletionReply(**head, choices=wholes, usage=usage)
+
+    return await large_answer(model, sum(choice.num_logprobs for choice in choices), reply)
 
 
 async def _without_output(deltas: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[ChoiceDelta, None]:
@@ -88,11 +94,15 @@ def _prompt_logprobs(asked: CompletionRequest) -> int | None:
     return max(asked_for, default=None)
 
 
+def _text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if prompt.text is None else prompt.text
+
+
 class _ChoiceLayout:
     """Writes one choice, in parts or as a whole."""
 
-    def __init__(self, job: Job, asked: CompletionRequest, tokenizer: Tokenizer) -> None:
-        self._job, self._asked, self._tokenizer, self._echoed = job, asked, tokenizer, False
+    def __init__(self, job: Job, asked: CompletionRequest, tokenizer: Tokenizer, prompt_text: Callable[[int], str]) -> None:
+        self._job, self._asked, self._prompt_text, self._echoed = job, asked, prompt_text, False
         skips, begins = asked.skip_special_tokens is not False, job.prompt.token_ids[-1] in tokenizer.special_ids
         self._legacy = LegacyLayout(tokenizer, skips=skips, begins=begins)
 
@@ -100,25 +110,21 @@ class _ChoiceLayout:
         """The part that one delta adds; None for nothing. `echo` puts the prompt in front, once its log-probabilities are there."""
         echo = ""
         if self._asked.echo and not self._echoed and (self._asked.logprobs is None or not delta.is_first):
-            self._echoed, echo = True, self._prompt_text()
+            self._echoed, echo = True, self._prompt_text(self._job.prompt_index)
         logprobs = self._lay_out(delta.prompt_logprobs, delta.logprobs)
         if not (echo or delta.text or logprobs or delta.finish_reason):
             return None
         return CompletionChoice(index=self._job.index, text=echo + delta.text, logprobs=logprobs, finish_reason=delta.finish_reason)
 
-    def whole(self, choice: Collected) -> CompletionChoice:
-        """The choice of an answer that is not streamed."""
+    def whole(self, choice: Collected, told: Mapping[int, list[JsonObject | None] | msgspec.UnsetType]) -> CompletionChoice:
+        """The choice of an answer that is not streamed. told: the `prompt_logprobs` of each prompt."""
         return CompletionChoice(
             index=self._job.index,
-            text=(self._prompt_text() if self._asked.echo else "") + choice.text,
+            text=(self._prompt_text(self._job.prompt_index) if self._asked.echo else "") + choice.text,
             logprobs=self._lay_out(choice.prompt_logprobs, choice.logprobs),
             finish_reason=choice.finish_reason,
-            prompt_logprobs=by_token_id(self._tokenizer, choice.prompt_logprobs, asked=self._asked.prompt_logprobs),
+            prompt_logprobs=told[self._job.prompt_index],
         )
-
-    def _prompt_text(self) -> str:
-        prompt = self._job.prompt
-        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if prompt.text is None else prompt.text
 
     def _lay_out(self, prompt: PromptLogprobs | None, own: Sequence[TokenLogprob]) -> LegacyLogprobs | None:
         if self._asked.logprobs is None:
@@ -126,5 +132,6 @@ class _ChoiceLayout:
         token_ids = [found.token_id for found in own]
         if self._asked.echo and prompt is not None:
             ids = self._job.prompt.token_ids
-            return self._legacy.lay_out([*ids, *token_ids], [*prompt, *own], num_echoed=len(ids), text=self._prompt_text())
+            text = self._prompt_text(self._job.prompt_index)
+            return self._legacy.lay_out([*ids, *token_ids], [*prompt, *own], num_echoed=len(ids), text=text)
         return self._legacy.lay_out(token_ids, own) if token_ids else None

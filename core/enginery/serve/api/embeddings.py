@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,7 @@ from enginery.contracts.request import of_length_one
 from enginery.errors import RequestError
 from enginery.serve.api.conversation import naming_fields
 from enginery.serve.api.served_model import Job
-from enginery.serve.api.service import Heading, Service, json_answer, read_request
+from enginery.serve.api.service import Heading, Service, large_answer, read_request
 from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.event_stream import unless_disconnected
 from enginery.serve.http.faults import GenerationFailed
@@ -51,18 +52,18 @@ async def embed(service: Service, http: Request) -> Response:
     if asked.dimensions not in (None, len(found[0])):
         why = f"dimensions is {asked.dimensions}, but embeddings of this model have {len(found[0])}, which are not cut"
         raise RequestError(why, param="dimensions")
-    vectors = found if asked.normalize is False else list(map(of_length_one, found))
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    reply = {
-        "object": "list",
-        "model": name,
-        "data": [
+
+    def reply() -> dict[str, object]:
+        vectors = found if asked.normalize is False else map(of_length_one, found)
+        data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
             for index, vector in enumerate(vectors)
-        ],
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
-    return json_answer(reply)
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
+
+    return await large_answer(model, sum(map(len, found)), reply)
 
 
 async def _embeddings(engine: Replicas, jobs: Sequence[Job]) -> list[Sequence[float]]:
@@ -77,5 +78,10 @@ async def _embeddings(engine: Replicas, jobs: Sequence[Job]) -> list[Sequence[fl
 
 
 def _written(vector: Sequence[float], encoding: str | None) -> object:
-    """A vector as the request wants it: numbers, or the base64 of little-endian float32, which the official client asks for."""
-    return base64.b64encode(array("f", vector).tobytes()).decode() if encoding == "base64" else vector
+    """A vector as the request wants it: numbers, or the base64 of little-endian float32, which the official client asks for.
+
+    Numbers are JSON already: one vector after the other, so that other threads run in between.
+    """
+    if encoding == "base64":
+        return base64.b64encode(array("f", vector).tobytes()).decode()
+    return msgspec.Raw(msgspec.json.encode(vector))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -63,8 +64,13 @@ class LegacyLayout:
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
     """Log-probabilities as /v1/chat/completions tells them: for each token its text, its bytes and the likeliest tokens."""
 
+    @functools.cache
+    def spelling(token_id: int) -> tuple[str, list[int]]:
+        return tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id))
+
     def spelt(token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=list(tokenizer.token_bytes(token_id)))
+        token, raw = spelling(token_id)
+        return TopLogprob(token=token, logprob=logprob, bytes=raw)
 
     spelled = [(spelt(found.token_id, found.logprob), [spelt(*each) for each in found.top]) for found in logprobs]
     return ChatLogprobs([ChatLogprob(**msgspec.structs.asdict(own), top_logprobs=top) for own, top in spelled])

@@ -7,7 +7,7 @@ import dataclasses
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -101,6 +101,11 @@ async def read_request(http: Request, kind: type[RequestT]) -> RequestT:
         return decode_request(body, kind)
     service: Service = http.app.state.service
     return await asyncio.get_running_loop().run_in_executor(service.decoding, decode_request, body, kind)
+
+
+async def large_answer(model: ServedModel, size: int, content: Callable[[], object]) -> Response:
+    """`json_answer` of what `content` makes, both made `apart` where it is much. size: of log-probabilities, numbers or tokens."""
+    return await model.apart(size, lambda: json_answer(content()))
 
 
 def json_answer(content: object) -> Response:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from enginery.contracts.request import check_token_ids
 from enginery.errors import RequestError
-from enginery.serve.api.service import Service, read_request
+from enginery.serve.api.service import Service, large_answer, read_request
 from enginery.serve.schemas import chat
 from enginery.serve.schemas.completions import MAX_MESSAGES, Int
 
@@ -67,12 +67,11 @@ async def tokenize(service: Service, http: Request) -> Response:
         add_special_tokens, field = asked.add_special_tokens is True, "messages"
     tokens = await model.tokens(text, add_special_tokens=add_special_tokens, field=field)
 
-    def reply() -> bytes:
+    def reply() -> dict[str, object]:
         token_strs = [model.text.tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
-        told = {"count": len(tokens), "max_model_len": model.facts.max_model_len, "tokens": tokens, "token_strs": token_strs}
-        return msgspec.json.encode(told)
+        return {"count": len(tokens), "max_model_len": model.facts.max_model_len, "tokens": tokens, "token_strs": token_strs}
 
-    return Response(await model.apart(len(tokens), reply), media_type="application/json")
+    return await large_answer(model, len(tokens), reply)
 
 
 async def detokenize(service: Service, http: Request) -> Response:
@@ -81,8 +80,8 @@ async def detokenize(service: Service, http: Request) -> Response:
     asked = await read_request(http, DetokenizeRequest)
     model.check_name(asked.model)
 
-    def reply() -> bytes:
+    def reply() -> dict[str, object]:
         check_token_ids("tokens", asked.tokens, vocab_size=model.facts.vocab_size)
-        return msgspec.json.encode({"prompt": model.text.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+        return {"prompt": model.text.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
-    return Response(await model.apart(len(asked.tokens), reply), media_type="application/json")
+    return await large_answer(model, len(asked.tokens), reply)

@@ -66,15 +66,15 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
 
 
-class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens."""
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One of the likeliest tokens. No garbage collection: an answer has a hundred thousand, and no cycles of them."""
 
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatLogprob(TopLogprob, frozen=True, kw_only=True):
+class ChatLogprob(TopLogprob, frozen=True, kw_only=True, gc=False):
     """One token of a chat completion."""
 
     top_logprobs: list[TopLogprob]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -24,6 +25,7 @@ from enginery.text.tokenizer import Tokenizer
 ChoiceT = TypeVar("ChoiceT")
 PromptLogprobs = Sequence[TokenLogprob | None]
 TOOL_CALLS: Final = "tool_calls"
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,9 +257,12 @@ async def stream_events(deltas: AsyncGenerator[ChoiceDelta, None], layout: Event
                 layout.tally.add(delta)
                 for event in layout.feed(delta):
                     yield event
-    except EnginError as error:
+    except Exception as error:
         if not started:
             raise
+        if not isinstance(error, EnginError):
+            _log.error("a stream failed", exc_info=error)
+            error = GenerationFailed(f"{type(error).__name__}, a bug of the server; the log has the traceback")
         last = layout.fail(Fault.of(error))
     else:
         last = layout.end()

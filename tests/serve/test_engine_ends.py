@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from fake_engine import HELD
 from serve.test_processes import request, sent, with_client
 
+from enginery.config.schema import EngineOptions
 from enginery.errors import EngineDied
+from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages
+from enginery.serve.engine.child import EngineChild
 from enginery.serve.engine.client import EngineState
 
 REAL_TIME = 40  # a signal that Python has no name for
@@ -52,3 +57,17 @@ def test_a_bug_of_the_client_ends_the_engine_and_tells_everybody(folder, tmp_pat
 
     monkeypatch.setenv("FAKE_GO", str(tmp_path / "never"))
     with_client(scenario, folder)
+
+
+def test_what_an_engine_writes_is_passed_on_in_whole_lines():
+    code = "import os, time; raw = 'Straße\\rgrößer\\nund'.encode(); os.write(2, raw[:5]); time.sleep(0.3); os.write(2, raw[5:])"
+    told = []
+
+    async def main():
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            boot = messages.Boot(endpoint="", options=EngineOptions(), manifest=Registry.load(no_plugins=True).manifest)
+            await EngineChild(process, boot, told.append).relay_stderr()
+
+    asyncio.run(main())
+    assert list(filter(None, told)) == ["Straße\rgrößer\n", "und"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from enginery.serve.engine import messages
 
 _LOOK_AGAIN_S: Final = 0.05
 _GIVEN_UP_S: Final = 5.0
+_LINE_BYTES: Final = 1 << 16  # a longer one is cut
 
 
 def pass_on(text: str) -> None:
@@ -56,15 +56,24 @@ class EngineChild:
         return (self._process.poll() or 0) > 0
 
     async def relay_stderr(self) -> None:
-        """Pass the child's stderr on, to its end."""
+        """Pass the child's stderr on, to its end, in whole lines: what is cut has characters cut too."""
         assert self._process.stderr is not None
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stderr
         )
-        with contextlib.closing(transport):
-            while chunk := await reader.read(1 << 16):
-                self.relay(chunk.decode(errors="replace"))
+        left = b""
+        try:
+            while chunk := await reader.read(_LINE_BYTES):
+                left += chunk
+                end = max(left.rfind(b"\n"), left.rfind(b"\r")) + 1  # a bar that shows progress has no other ends
+                if end or len(left) > _LINE_BYTES:
+                    end = end or len(left)
+                    self.relay(left[:end].decode(errors="replace"))
+                    left = left[end:]
+        finally:
+            self.relay(left.decode(errors="replace"))
+            transport.close()
 
     def dump_stacks(self) -> None:
         """Have it write the stacks of its threads to stderr, even if it is stuck."""

@@ -7,7 +7,7 @@ import pytest
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
-from enginery.errors import RequestError
+from enginery.errors import ConfigError, RequestError
 from enginery.plugin.registry import Registry
 
 CONTEXT = 48
@@ -46,3 +46,9 @@ def test_a_prompt_of_the_whole_context_is_read_as_in_a_longer_one(beside: int) -
 def test_generating_needs_room_for_one_token() -> None:
     with pytest.raises(RequestError, match="less one to generate"):
         read(engine_of(CONTEXT), prompt_only=False)
+
+
+def test_pages_that_hold_no_request_are_refused() -> None:
+    asked = EngineOptions(num_pages=1, page_size=1, num_threads=1, dtype="float32")
+    with pytest.raises(ConfigError, match=r"the KV pages hold 1 token, .* raise --num-pages"):
+        Engine.build(asked, Registry.load())

@@ -262,6 +262,8 @@ def _kv_dtype(asked: EngineOptions, model: ModelFacts, *, dtype: str) -> Decisio
 
 
 def _max_model_len(asked: EngineOptions, model: ModelFacts) -> Decision:
+    if asked.max_model_len is not None and asked.max_model_len < 2:
+        raise ConfigError(f"max_model_len is {asked.max_model_len}, but the shortest request has a token and is given one")
     if asked.max_model_len is None:
         return Decision(setting="max_model_len", value=str(model.max_positions), reason="max_position_embeddings of the model")
     if asked.max_model_len > model.max_positions:

@@ -29,7 +29,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
 from enginery.engine.kv_events.off import NoEvents, PrefixEvents
-from enginery.errors import CheckpointError
+from enginery.errors import CheckpointError, ConfigError
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
@@ -290,6 +290,8 @@ def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
     held = memory.num_pages * memory.page_size
     if held >= choice.settings.max_model_len:
         return choice
+    if held < 2:
+        raise ConfigError(f"the KV pages hold {held} token, but the shortest request has one and is given one; raise --num-pages")
     decision = Decision(
         setting="max_model_len", value=str(held), reason="all that the KV pages hold; more memory or --num-pages raise it"
     )

@@ -127,6 +127,7 @@ def test_what_asks_for_too_much_or_too_little_is_named_and_nothing_else(asked: E
         EngineOptions(prefill_fraction=0.0),
         EngineOptions(kv_memory_gib=0),
         EngineOptions(max_model_len=5000),
+        EngineOptions(max_model_len=1),
         EngineOptions(dtype="int8"),
         EngineOptions(load_format="gguf"),
         EngineOptions(max_batch_tokens=0),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import quick_processes
 
 from enginery.api import EngineHandle, GenerationRequest, SamplingParams
 from enginery.contracts.parsers import ParserSpec
 from enginery.plugin.registry import Registry
+from enginery.testing import fixtures
 from enginery.testing.fixtures import StubEngine, queued, running_server, step_report, tiny_checkpoint, tiny_llm
 from enginery.testing.kits.parsers import ParserSuite
 
@@ -25,6 +34,40 @@ def test_a_running_server_answers(running_server) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     answer = httpx.post(f"{running_server}/v1/chat/completions", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def faked(tmp_path, monkeypatch) -> Iterator[Callable[[str], None]]:
+    """Has `serving` start a script of the shell, which writes its number to the file `pid`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(fixtures, "_START_S", 2.0)
+
+    def fake(script: str) -> None:
+        Path("python").write_text(f"#!/bin/sh\necho $$ > pid\n{script}\n")
+        Path("python").chmod(0o755)
+
+    with quick_processes.own_processes():
+        yield fake
+
+
+@pytest.mark.parametrize("script", ["echo no such model", "echo no such model; exec sleep 600"])
+def test_a_server_that_is_not_ready_in_time_is_told_with_its_lines_and_ended(faked, script: str) -> None:
+    faked(script)
+    with pytest.raises(RuntimeError, match="did not start:\nno such model"), fixtures.serving("x"):
+        pass
+    assert not psutil.pid_exists(int(Path("pid").read_text()))
+
+
+def test_a_server_may_say_much_and_is_killed_if_it_does_not_end(faked) -> None:
+    faked("trap '' TERM; echo 'ready: m at http://h:1, x'; head -c 300000 /dev/zero; touch said; exec sleep 600")
+    with contextlib.ExitStack() as stack:
+        assert stack.enter_context(fixtures.serving("x")) == "http://h:1"
+        while not Path("said").exists():
+            time.sleep(0.01)
+        with pytest.raises(subprocess.TimeoutExpired):
+            stack.pop_all().close()
+    assert not psutil.pid_exists(int(Path("pid").read_text()))
 
 
 def test_a_stub_engine_is_a_handle() -> None:

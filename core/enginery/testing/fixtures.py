@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,37 +133,38 @@ def open_tiny_llm(folder: Path, **options: object) -> LLM:
 
 @contextmanager
 def serving(model: Path | str, *flags: str) -> Iterator[str]:
-    """The URL of `engine serve` in a process of its own, on a free port. Raises RuntimeError with its last lines."""
-    command = [
-        sys.executable,
-        "-m",
-        "enginery",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--num-pages",
-        "64",
-        "--num-threads",
-        "1",
-        *flags,
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
-    assert process.stdout is not None
-    said: list[str] = []
-    try:
-        for line in process.stdout:
+    """The URL of `engine serve` in a process of its own, on a free port. RuntimeError has its last lines where none is."""
+    small = ("--port", "0", "--num-pages", "64", "--num-threads", "1")
+    command = [sys.executable, "-m", "enginery", "serve", str(model), *small, *flags]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    said: deque[str] = deque(maxlen=20)
+    urls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in process.stdout or ():
             said.append(line)
             if found := re.match(r"ready: \S+ at (https?://\S+),", line):
-                break
-        else:
-            raise RuntimeError(f"engine serve {model} did not start:\n{''.join(said[-20:])}")
-        yield found[1]
-    finally:
-        process.terminate()
-        process.communicate(timeout=_START_S)
+                urls.put(found[1])
+        urls.put("")
+
+    listening = threading.Thread(target=listen, daemon=True)
+    with process:
+        listening.start()  # to the end: a full pipe would hold the server up
+        try:
+            url = ""
+            with suppress(queue.Empty):
+                url = urls.get(timeout=_START_S)
+            if not url:
+                raise RuntimeError(f"engine serve {model} did not start:\n{''.join(said)}")
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(_START_S)
+            finally:
+                process.kill()
+                listening.join(_START_S)
 
 
 @pytest.fixture(scope="session")

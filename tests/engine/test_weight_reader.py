@@ -144,6 +144,13 @@ def test_a_header_without_what_a_tensor_needs_is_refused(tmp_path: Path, entry: 
         scan_checkpoint(tmp_path)
 
 
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    header = b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="damaged header"):
+        scan_checkpoint(tmp_path)
+
+
 Read = Callable[[int, Sequence[memoryview], int], int]
 
 

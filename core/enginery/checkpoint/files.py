@@ -200,7 +200,7 @@ def _scan_file(file: Path) -> dict[str, StoredTensor]:
             header: dict[str, object] = dict(json.loads(stream.read(length)))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error}); fetch it again") from error
     return {
         name: _stored(name, entry, file=file, base=8 + length, size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
@@ -71,6 +72,21 @@ def test_the_process_of_trials_leaves_no_socket_open(
         del made, server
         gc.collect()
     assert capfd.readouterr().err == ""
+
+
+def test_a_trial_that_a_signal_without_a_name_ends_leaves_the_process() -> None:
+    made = Compiler(TOKENS)
+    server = made._trials._server
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server.take(theirs)
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        while not (found := children.read_text()):
+            time.sleep(0.005)
+        os.kill(int(found), 40)
+        theirs.close()
+        assert ours.recv(2) == bytes([End.TOO_LARGE])
+    assert server.process.poll() is None
 
 
 def test_a_trial_whose_parent_is_killed_answers_all_the_same() -> None:

@@ -183,6 +183,7 @@ def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, 
     ("text", "message"),
     [
         ("{", "cannot be read: .*; download the checkpoint again"),
+        ("[" * 200_000, "cannot be read: .*; download the checkpoint again"),
         ("[]", "holds list where a JSON object is needed"),
         ("{}", "does not name its architecture"),
         ('{"architectures": []}', "and has \\[\\]"),

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +26,7 @@ Attempt = Callable[[str], str]
 _STACK_BYTES: Final = 128 << 20  # a quarter of what the engine gives
 _MEMORY_BYTES: Final = 2 << 30
 _NICE: Final = 5  # below the engine's steps
-_ENDS: Final = {signal.SIGPROF: End.TOO_LONG, signal.SIGALRM: End.LATE, signal.SIGKILL: End.LATE}
+_ENDS: Final[Mapping[int, End]] = {signal.SIGPROF: End.TOO_LONG, signal.SIGALRM: End.LATE, signal.SIGKILL: End.LATE}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _tell(trial: _Trial) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(trial.pid, 0)[1])
     with trial.connection, suppress(OSError):  # nobody waits any more
         if code < 0:
-            trial.connection.sendall(bytes([_ENDS.get(signal.Signals(-code), End.TOO_LARGE)]))
+            trial.connection.sendall(bytes([_ENDS.get(-code, End.TOO_LARGE)]))
         trial.connection.shutdown(socket.SHUT_RDWR)  # a later trial may hold it too
 
 

@@ -289,12 +289,17 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
             standings = [each.standing(hashes, size, plan) for each, plan in zip(replicas, planned, strict=True)]
             route = routes[prompt, salt] = choose(len(prompt), standings) or 0, hashes  # where none serves, the first says why
         place, hashes = route
-        replica = replicas[place]
-        first = replica.prefixes.num_known(hashes) * size
-        if (facts := replica.facts) is not None:
-            replica.prefixes.add(hashes, most=facts.num_pages * facts.page_size // size)
-        others = replica.prefixes.num_known(hashes) * size
+        placed = _placed(replicas[place], alike, hashes, size)
         num_planned[place] += len(alike)
-        tokens_planned[place] += max(1, len(prompt) - first) + (len(alike) - 1) * max(1, len(prompt) - others)
-        sent += [Sent(replica.client, request, others if index else first) for index, request in enumerate(alike)]
+        tokens_planned[place] += sum(max(1, len(prompt) - each.num_known) for each in placed)
+        sent += placed
     return sent
+
+
+def _placed(replica: Replica, alike: Sequence[GenerationRequest], hashes: list[bytes], size: int) -> list[Sent]:
+    """Requests of one prompt with such blocks of `size` tokens, sent here: what the first leaves in the cache the others find."""
+    first = others = replica.prefixes.num_known(hashes) * size
+    if (facts := replica.facts) is not None:
+        replica.prefixes.add(hashes, most=facts.num_pages * facts.page_size // size)
+        others = replica.prefixes.num_known(hashes) * size
+    return [Sent(replica.client, request, others if index else first) for index, request in enumerate(alike)]

@@ -48,7 +48,7 @@ def logits_of(registry: Registry, ids: tuple[int, ...], chunk: int) -> torch.Ten
         found.append(RecordingModel(model))
         return found[0]  # type: ignore[return-value]
 
-    engine = built(registry, recorded, max_batch_tokens=chunk, max_batch_requests=1)
+    engine = built(registry, recorded, max_batch_tokens=chunk, max_batch_requests=1, graphs=False)
     engine.submit(asking("", ids, max_tokens=1, prompt_logprobs=0))
     drain(engine, {})
     return torch.cat(found[0].recorded).float()

@@ -34,7 +34,7 @@ def rotary_table(rope: RopeShape, num_positions: int, *, dtype: torch.dtype, dev
         table = torch.empty(num_positions, width, dtype=dtype, device=device)
         for begin in range(0, 0 if device.type == "meta" else num_positions, _BLOCK):
             block = range(begin, min(begin + _BLOCK, num_positions))
-            table[block.start : block.stop] = _rows(rope, block, num_positions)
+            table[block.start : block.stop] = _rows(rope, block, num_positions).to(device=device, dtype=dtype)
     except RuntimeError as error:  # torch's, of the host or the device
         raise OutOfMemory(f"rotary angles of {num_positions:,} positions do not fit into memory; take --max-model-len") from error
     return table

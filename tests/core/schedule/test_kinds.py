@@ -225,27 +225,24 @@ def test_who_finds_too_few_window_pages_for_its_prompt_waits_however_many_full_p
     assert not any(step.preempted for step in steps)
 
 
-def test_a_prompt_that_has_its_state_keeps_no_other_one_from_a_page():
-    limits = settings_of(max_batch_tokens=8)
-    scheduler = scheduler_of_kinds(limits, state_pages=3)
+def steps_of_two_prompts(limits, *, state_pages):
+    """What each step computes of a prompt of 10 tokens and one of 4, which both end with their first token."""
+    scheduler = scheduler_of_kinds(limits, state_pages=state_pages)
     device, steps = KindsDevice(scheduler, limits), []
     for name, count in (("a", 10), ("b", 4)):
         scheduler.submit(asked_of(name, range(3, 3 + count), max_tokens=1, salt=name))
     while scheduler.has_work:
         steps.append(scheduler.next_step())
         scheduler.complete(steps[-1], device.launch(steps[-1], lambda: 0))
-    assert [shape(step) for step in steps] == [[("a", 8)], [("a", 2), ("b", 4)]]
+    return [shape(step) for step in steps]
+
+
+def test_a_prompt_that_has_its_state_keeps_no_other_one_from_a_page():
+    shapes = steps_of_two_prompts(settings_of(max_batch_tokens=8), state_pages=3)
+    assert shapes == [[("a", 8)], [("a", 2), ("b", 4)]]
 
 
 def test_the_pages_for_what_is_left_of_a_prompt_are_nobody_elses(monkeypatch):
     """A state is kept where the first prompt's second page ends, so that one step computes no more of it."""
     monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
-    limits = settings_of(num_pages=3)
-    scheduler = scheduler_of_kinds(limits, state_pages=6)
-    device, steps = KindsDevice(scheduler, limits), []
-    for name, count in (("a", 10), ("b", 4)):
-        scheduler.submit(asked_of(name, range(3, 3 + count), max_tokens=1, salt=name))
-    while scheduler.has_work:
-        steps.append(scheduler.next_step())
-        scheduler.complete(steps[-1], device.launch(steps[-1], lambda: 0))
-    assert [shape(step) for step in steps] == [[("a", 8)], [("a", 2)], [("b", 4)]]
+    assert steps_of_two_prompts(settings_of(num_pages=3), state_pages=6) == [[("a", 8)], [("a", 2)], [("b", 4)]]

@@ -98,7 +98,7 @@ def assert_same_answers(
     asked = [
         asking(f"{at} {heat}", prompt[: 30 + at], temperature=heat, seed=at, max_tokens=20 + at)
         for at, prompt in enumerate(prompts)
-        for heat in (0.0, 0.8)
+        for heat in (0.0, 0.2)  # with more of it, random models are even, and agree
     ]
     expected = answers_of(Engine.build(options(folder), registry), asked)
     chance = random.Random(2)

@@ -208,7 +208,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert engine.meter.stats().num_preempted > 0
     assert use.counts["finished"] > 15
-    assert counts_of(engine).accepted > 30
+    assert counts_of(engine).accepted > 20
     engine._scheduler.check_idle()
 
 

@@ -169,7 +169,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert stats.num_preempted > 0
-    assert stats.drafts.accepted > 20
+    assert stats.drafts.accepted > 10
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class Launches:
             found = _specialised(each, by_value=kernel.__name__ not in OF_ANY_COUNT)
             facts.append(found[:1] if name in anywhere else found)
         self.variants.add((kernel.__name__, *map(str, facts)))
-        if kernel.__name__ in ("best_of_blocks", "sample_rows"):  # what they choose is an index later
+        if kernel.__name__ in ("best_of_blocks", "draw_cut_rows"):  # what they choose is an index later
             for each in args:
                 if isinstance(each, torch.Tensor) and each.dtype is torch.int64:
                     each.zero_()
@@ -170,7 +170,7 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
         table = torch.rand(5, batch.num_requests)
         for values in (logits, logits.float()):
             parts.step.ops.greedy(values)
-            parts.step.ops.sample_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
+            parts.step.ops.draw_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
         assert not launches.variants - known, (batch.phase, batch.q_lens_cpu, batch.kv_lens_cpu)
     steps = DecodeCapture(parts.step, most, head=LogitsHead(parts.step, most), record=AgainAndAgain())
     graphs = DecodeGraphs.build(steps)

@@ -62,8 +62,9 @@ class SamplingTensors:
     """How each of N rows is sampled. table: [5, N] float32 on the logits' device, the properties' values one after the other.
 
     A temperature below `LEAST_TEMPERATURE` takes the largest logit, of equal ones the first. top_k: 0 for all. top_p
-    (arXiv:1904.09751) and min_p (arXiv:2407.01082) are of what top_k left. uniform: where in [0, 1] of the kept tokens' mass, in
-    the order of their indices, the token is. most_kept: no row keeps more tokens, by its top_k. cut: whether a row drops any.
+    (arXiv:1904.09751) and min_p (arXiv:2407.01082) are of what top_k left. uniform: by which a kept token is drawn; of
+    `sample_rows`, where in [0, 1] of their mass, in the order of their indices, it is. most_kept: no row keeps more tokens, by its
+    top_k. cut: whether a row drops any.
     """
 
     table: torch.Tensor
@@ -209,7 +210,11 @@ class OpTable:
     bind_experts(gate_up [E, 2I, C], down [E, C, I], shape, biases): gates before ups; may repack; keeps what it needs. Of `shape`
     the activation matters; sizes are those of the tensors, which may be a rank's part.
     greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.
-    sample_rows(logits [N, V], draws): a token for each row, [N] int64, see `SamplingTensors`.
+    sample_rows(logits [N, V], draws): a token for each row, [N] int64, see `SamplingTensors`. Nothing asks for it since 2.5.
+    draw_rows(logits [N, V], draws): the same by noise, of 2.5: the kept token whose logit / temperature - log(E) is largest, of
+    equal ones the first, [N] int64. E of `enginery.nn.reference_ops.exponentials` follows from the row's number and the token's
+    index alone, so that rows of one number and nearly the same logits mostly have the same token, whatever the vocabulary's order
+    (arXiv:2408.07978). An infinite logit, or NaN, is largest; a row of nothing but -infinity has some token.
     """
 
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -228,6 +233,7 @@ class OpTable:
     bind_experts: BindExpertsFn
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
+    draw_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -237,7 +237,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     geometry = no_pages(choice)
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
-    sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
+    sampled_in_place = any("draw_rows" in offer.spec.provides for offer in choice.ops)
     memory = plan_memory(
         asked,
         settings,

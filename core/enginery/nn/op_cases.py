@@ -14,14 +14,14 @@ from typing import Any, Final
 
 import torch
 
-from enginery.contracts.ops import ExpertBiases, GatableLinear, LinearFn, NormGate, NormingLinear, Routed, Routing, SamplingTensors
+from enginery.contracts.ops import ExpertBiases, GatableLinear, LinearFn, NormGate, NormingLinear, Routed, Routing
 from enginery.contracts.weights import SILU, Activation, ExpertNames, ExpertsShape, Scheme, StoredWeight
+from enginery.nn.draw_cases import CUTS, MIXED, draw_mixed, draw_rows, sample_mixed, sample_rows
 from enginery.nn.reference_ops import gated_silu, rms_norm
 from enginery.nn.stored import check_widens
 
 OpFn = Callable[..., Any]  # Any: every operation has arguments and results of its own
 Results = Mapping[str, torch.Tensor]
-Cuts = tuple[float, float, float, float]  # temperature, top_k, top_p and min_p of a row
 _SEED: Final = 20_18
 
 
@@ -228,41 +228,6 @@ def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int, tied: bool = False
     return {"ids": op((given.masked(logits.clamp(max=-1.0)) if tied else logits)[:, 8:])}
 
 
-def _sample_rows(op: OpFn, given: Inputs, *, rows: int, size: int, cuts: Cuts, place: float = 0.5) -> Results:
-    """One row repeated, drawn from within the kept tokens' shares, so that rounding moves no draw to another token."""
-    logits = given.randn(1, size, scale=2.0)
-    uniform = _places(logits[0], cuts, place).repeat(rows)[:rows]
-    return _sampled(op, given, logits.expand(rows, -1).contiguous(), [cuts] * rows, uniform)
-
-
-def _sample_mixed(op: OpFn, given: Inputs, *, size: int, mixed: str) -> Results:
-    """No two rows have the same logits, about half of which are masked, or are sampled alike."""
-    rows = _MIXED[mixed]
-    logits = given.masked(given.randn(len(rows), size, scale=2.0))
-    return _sampled(op, given, logits, rows, torch.stack([each[len(each) * 2 // 3] for each in map(_places, logits, rows)]))
-
-
-def _sampled(op: OpFn, given: Inputs, logits: torch.Tensor, rows: Sequence[Cuts], uniform: torch.Tensor) -> Results:
-    table = torch.cat((torch.tensor(rows).T, uniform[None]))
-    kept = int(table[1].max()) if bool(table[1].all()) else logits.shape[1]
-    cut = bool((table[1:4] != torch.tensor(_CUTS[0])[1:, None]).any())
-    return {"ids": op(logits, SamplingTensors(table=table.to(given.device), most_kept=kept, cut=cut))}
-
-
-def _places(logits: torch.Tensor, cuts: Cuts, place: float = 0.5) -> torch.Tensor:
-    """Where to draw each token that is kept with no tiny share, by a sort in float64, on the host. place: in its share, [0, 1]."""
-    temperature, top_k, top_p, min_p = cuts if cuts[0] > 0 else (1.0, 1, 1.0, 0.0)
-    values, order = (logits.double().cpu() / temperature).sort(descending=True, stable=True)
-    weights = values.softmax(-1)
-    if top_k:
-        weights[int(top_k) :] = 0
-        weights /= weights.sum()
-    dropped = (weights.cumsum(-1) - weights >= top_p) | (weights < weights[0] * min_p)
-    dropped[0] = False
-    kept = torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
-    return ((kept.cumsum(0) - kept * (1 - place)) / kept.sum())[kept > 1e-3].float()
-
-
 def _cases(call: Callable[..., Results], names: str, *rows: Sequence[object]) -> tuple[OpCase, ...]:
     """One of each row: what the arguments `names` of `call` are."""
     cases = [dict(zip(names.split(), row, strict=True)) for row in rows]
@@ -284,19 +249,6 @@ _ROUTINGS: Final = (
     Routing(top_k=3, scoring="sigmoid", num_groups=4, top_groups=2, group_score="top2", renormalise=True),
     Routing(top_k=3, num_groups=4, top_groups=2, scale=16.0),
 )
-_CUTS: Final[tuple[Cuts, ...]] = (
-    (1.0, 0, 1.0, 0.0),
-    (0.6, 0, 1.0, 0.0),
-    (1.0, 5, 1.0, 0.0),
-    (1.0, 0, 0.5, 0.0),
-    (1.5, 20, 0.9, 0.1),
-    (0.0, 0, 0.9, 0.0),
-)
-_MIXED: Final[Mapping[str, tuple[Cuts, ...]]] = {
-    "temperatures": tuple((temperature, 0, 1.0, 0.0) for temperature in (0.5, 1.0, 0.0, 2.0)),
-    "top_k": ((1.0, 2, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (2.0, 9, 0.9, 0.02)),
-    "cuts": ((0.5, 3, 0.4, 0.3), (0.0, 0, 0.9, 0.0), *_CUTS[:-1]),
-}
 
 # The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
 OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
@@ -371,9 +323,11 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
     ),
     "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))
     + _cases(_greedy, "rows size tied", (3, 64, True), (2, 10001, True)),
-    "sample_rows": _cases(_sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in _CUTS))
-    + _cases(_sample_rows, "rows size cuts place", *((5, size, _CUTS[2], place) for size in (64, 4200) for place in (0.01, 0.99)))
-    + _cases(_sample_mixed, "size mixed", *((size, mixed) for size in (64, 4200) for mixed in _MIXED)),
+    "sample_rows": _cases(sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in CUTS))
+    + _cases(sample_rows, "rows size cuts place", *((5, size, CUTS[2], place) for size in (64, 4200) for place in (0.01, 0.99)))
+    + _cases(sample_mixed, "size mixed", *((size, mixed) for size in (64, 4200) for mixed in MIXED)),
+    "draw_rows": _cases(draw_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in CUTS))
+    + _cases(draw_mixed, "size mixed", *((size, mixed) for size in (64, 4200) for mixed in MIXED)),
 }
 
 

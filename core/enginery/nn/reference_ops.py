@@ -15,6 +15,7 @@ from enginery.nn.stored import FLOAT4_BLOCKS, FLOAT8_BLOCKS, widen
 
 # Experts are widened one by one, when they are used, and take half the memory; products at once, when they are read.
 REFERENCE_SCHEMES: Final[Mapping[str, frozenset[Scheme]]] = {"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})}
+_STRIDE, _MULTIPLIER = 0x9E3779B9 - (1 << 32), 0xD35A2D97 - (1 << 32)  # as int32
 
 
 def reference_ops() -> OpTable:
@@ -36,6 +37,7 @@ def reference_ops() -> OpTable:
         bind_experts=bind_experts,
         greedy=greedy,
         sample_rows=sample_rows,
+        draw_rows=draw_rows,
     )
 
 
@@ -187,3 +189,27 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:].contiguous()
     last = torch.searchsorted(cumulative, total)  # the first column to reach it
     return torch.minimum(torch.searchsorted(cumulative, uniform[:, None] * total, right=True), last).squeeze(1)
+
+
+def draw_rows(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
+    """The largest of the kept logits with noise (Gumbel-max, arXiv:1411.0030); see `OpTable`. Equal ones: the first."""
+    scaled = logits.float() / draws.temperature[:, None].clamp(min=LEAST_TEMPERATURE)
+    noisy = scaled - exponentials(draws.uniform, logits.shape[-1]).log_()  # [N, V]
+    if draws.cut:
+        noisy.masked_fill_(~_kept(scaled, draws), float("-inf"))
+    return torch.where(draws.temperature < LEAST_TEMPERATURE, greedy(logits), greedy(noisy))
+
+
+def exponentials(uniform: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """-log(1 - r), with r in (0, 1) by a hash of the bits of a row's number and a token's index: [N] float32 -> [N, V] float32."""
+    indices = torch.arange(vocab_size, dtype=torch.int32, device=uniform.device) * _STRIDE
+    hashed = _mixed(_mixed(uniform.view(torch.int32).clone())[:, None] ^ indices)  # [N, V]
+    below = hashed.view(torch.uint32).float().add_(0.5).mul_(-(2.0**-32))  # -r
+    return below.clamp_(min=2.0**-24 - 1).log1p_().neg_()
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """In place, modulo 2^32: hash-prospector's [16 21f0aaad 15 d35a2d97 15] (github.com/skeeto/hash-prospector)."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MULTIPLIER)
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

@@ -1,6 +1,6 @@
 """Which drafts are accepted: those that equal the target's own draw.
 
-Each row of a verification is sampled exactly as a decoding row at its position is, from the same uniform number. A draft is
+Each row of a verification is sampled exactly as a decoding row at its position is, from the same number. A draft is
 accepted if it is the token that its parent's row gave, and only such tokens are told. So the tokens of a request depend neither on
 the drafter nor on how many drafts there are; drafts decide how many a forward yields.
 

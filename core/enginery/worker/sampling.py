@@ -1,8 +1,9 @@
 """From logits to tokens. A row's token depends on its logits, its parameters, its seed and its position, and on no other row.
 
-S rows, V vocabulary. A random row draws one uniform number by hashing (seed, position), so nothing has to be remembered between
-steps: a request that is preempted, or runs in other company, gets the same numbers. What a row is sampled by comes as values
-(`SamplingInput`); who asked for it is not known here. Log-probabilities are computed with the step, and read when its tokens are.
+S rows, V vocabulary. A random row has one uniform number, a hash of (seed, position), and its tokens' noise follows from that: so
+nothing has to be remembered between steps, and a request that is preempted, or runs in other company, gets the same. What a row is
+sampled by comes as values (`SamplingInput`); who asked for it is not known here. Log-probabilities are computed with the step, and
+read when its tokens are.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ def sample(
         logits = _adjusted(logits, sampling)
     if (sampling.params[0] < LEAST_TEMPERATURE).all():
         return ops.greedy(logits)
-    drawn = ops.sample_rows(logits, _draws(sampling, logits, positions))
-    return drawn.clamp(0, logits.shape[-1] - 1)  # NaN may have led beyond the last column
+    return ops.draw_rows(logits, _draws(sampling, logits, positions))
 
 
 def mark_nan(logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:

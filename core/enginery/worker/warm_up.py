@@ -45,7 +45,7 @@ def warm_up(parts: StepParts, *, longest: int) -> None:
         table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device=device)[:, None].expand(5, len(q_lens)).contiguous()
         for values in (logits, logits.float()):  # rows with penalties are sampled in float32
             ops.greedy(values)
-            ops.sample_rows(values, SamplingTensors(table=table, most_kept=2, cut=True))
+            ops.draw_rows(values, SamplingTensors(table=table, most_kept=2, cut=True))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _log.debug(

@@ -65,11 +65,16 @@ def sigmoid_by_exp(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x * gate.exp() / (1 + gate.exp())
 
 
-def keeps_one_more(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
-    table = draws.table.clone()
-    table[1] += table[1] > 0
-    most = min(draws.most_kept + 1, logits.shape[1])
-    return reference_ops.sample_rows(logits, dataclasses.replace(draws, table=table, most_kept=most))
+def keeping(more: int, op: str) -> Callable[..., torch.Tensor]:
+    """So many tokens more than `top_k` says."""
+
+    def draw(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
+        table = draws.table.clone()
+        table[1] += more * (table[1] > 0)
+        most = min(draws.most_kept + max(more, 0), logits.shape[1])
+        return getattr(reference_ops, op)(logits, dataclasses.replace(draws, table=table, most_kept=most))
+
+    return draw
 
 
 def rounding_router(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -98,8 +103,9 @@ def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None
         ("gated_silu", silu_by_exp, "gates 60.0, ", "NaN"),
         ("gated_silu", silu_of_small_gates, "gates 60.0, ", "wrong numbers"),
         ("gated_sigmoid", sigmoid_by_exp, "gates 60.0, ", "NaN"),
-        ("sample_rows", keeps_one_more, "place 0.01, ", "wrong numbers"),
-        ("sample_rows", keeps_one_more, "place 0.99, ", "wrong numbers"),
+        ("sample_rows", keeping(1, "sample_rows"), "place 0.01, ", "wrong numbers"),
+        ("sample_rows", keeping(1, "sample_rows"), "place 0.99, ", "wrong numbers"),
+        *(("draw_rows", keeping(more, "draw_rows"), "size 64, cuts 1.0x5x1.0x0.0", "wrong numbers") for more in (1, -1)),
         ("greedy", lambda logits: logits[:, :-1].argmax(-1), "rows 2, ", "wrong numbers"),
         ("bind_router", rounding_router, "bfloat16", "wrong numbers"),
         ("qk_norm_rotary_write", overflowing_write, "float8 True, ", "NaN"),

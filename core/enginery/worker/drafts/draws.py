@@ -1,7 +1,7 @@
 """How a draft model's guesses are chosen: from its logits as the target's token will be, with the same random number.
 
 A guess counts if it is the token that the target draws at its position (`enginery.speculate.acceptance`). Where two models say
-much the same, draws with one uniform number mostly agree, also where the likeliest token is seldom drawn (arXiv:2408.07978). What a
+much the same, draws by one number's noise mostly agree, also where the likeliest token is seldom drawn (arXiv:2408.07978). What a
 guess is chosen by changes no token. Penalties, biases and grammars are the target's alone.
 
 A graph draws with what is copied to where it looks, and is captured for a kind of draws: the rest is the same for all.
@@ -139,7 +139,7 @@ def drawn(
     """A token of each row of [S, V], by its parameters, [4, S], its seed and its position, [S] each; see `SamplingTensors`."""
     numbers = uniform_on_device(seeds, positions).float()
     draws = SamplingTensors(table=torch.cat((table, numbers[None])), most_kept=kept, cut=cut)
-    return ops.sample_rows(logits, draws).clamp(0, logits.shape[-1] - 1)
+    return ops.draw_rows(logits, draws)
 
 
 class ForcedAcceptance:

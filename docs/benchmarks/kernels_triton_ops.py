@@ -26,7 +26,7 @@ from enginery.nn import reference_ops
 from enginery_ops_triton import small_linear
 from enginery_ops_triton.matvec import Matvec, MatvecShape
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.sampling import greedy_sample, sample_rows
+from enginery_ops_triton.sampling import draw_rows, greedy_sample
 from enginery_ops_triton.small_linear import FewRows, FewRowsShape
 
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -227,7 +227,7 @@ def sampling_cases(made: Callable[..., Case], shape: Shape, rows: int, ops: Trit
     for label, top_k, top_p in (("whole", 0, 1.0), ("top_k 50", 50, 1.0), ("top_k 50, top_p 0.9", 50, 0.9), ("top_p 0.9", 0, 0.9)):
         table = torch.stack([full(0.6), full(float(top_k)), full(top_p), full(0.0), uniform])
         draws = SamplingTensors(table=table, most_kept=top_k or shape.vocab, cut=bool(top_k) or top_p < 1)
-        draw = partial(sample_rows, draws=draws, dependent_launch=chained)
+        draw = partial(draw_rows, draws=draws, dependent_launch=chained)
         theirs = partial(sample_by_sorting, uniform=uniform, top_k=top_k, top_p=top_p)
         yield made(
             op=f"sample, {label}",

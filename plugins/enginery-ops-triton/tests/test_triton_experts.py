@@ -59,7 +59,10 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("script", ["hopper_routers.py", "hopper_rows.py", "hopper_stream_k.py", "less_shared_memory.py"])
+SCRIPTS = ("hopper_draws.py", "hopper_routers.py", "hopper_rows.py", "hopper_stream_k.py", "less_shared_memory.py")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_kernels_compile_without_a_gpu(script: str) -> None:
     compile_only.run(Path(__file__).with_name(script))
 

@@ -1,37 +1,25 @@
-"""Sampling without a sort keeps the tokens that sampling with one keeps, and draws them in proportion."""
+"""Sampling without a sort keeps the tokens that sampling with one keeps, and draws what the noise says."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from drawn_in_float64 import drawn, kept_shares
 from pairwise import HAS_CUDA
 from triton_devices import DEVICES, chained
 
 from enginery.api import SamplingTensors
 from enginery.nn import reference_ops
-from enginery_ops_triton.sampling import greedy_sample, sample_rows
+from enginery_ops_triton.sampling import draw_rows, greedy_sample
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-def kept_weights(
-    logits: torch.Tensor, *, temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
-) -> torch.Tensor:
-    """What each token weighs after the cuts, by a stable sort in float64: [V]."""
-    values, order = (logits.double() / temperature).sort(descending=True, stable=True)
-    weights = values.softmax(-1)
-    if top_k:
-        weights[top_k:] = 0
-        weights /= weights.sum()
-    before = weights.cumsum(-1) - weights
-    dropped = (before >= top_p) | (weights < weights[0] * min_p)
-    dropped[0] = False
-    return torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
-
-
 def draws(uniform: torch.Tensor, device: str, **cut: float) -> SamplingTensors:
-    """One row for each of the uniform numbers, all with the same cuts."""
+    """One row for each of the numbers, all with the same cuts."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
     columns = [torch.full_like(uniform, value, dtype=torch.float32) for value in values.values()]
     drops = values["top_k"] > 0 or values["top_p"] < 1 or values["min_p"] > 0
@@ -39,9 +27,9 @@ def draws(uniform: torch.Tensor, device: str, **cut: float) -> SamplingTensors:
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, device: str, **cut: float) -> torch.Tensor:
-    """One row of logits, drawn from with each of the uniform numbers."""
+    """One row of logits, drawn from with each of the numbers."""
     rows = logits.to(device).expand(len(uniform), -1)
-    return sample_rows(rows, draws(uniform, device, **cut), dependent_launch=chained(device)).cpu()
+    return draw_rows(rows, draws(uniform, device, **cut), dependent_launch=chained(device)).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,29 +69,31 @@ MET = [(cut, *size) for place, cut in enumerate(CUTS) for size in (SIZES if HAS_
 
 
 @pytest.mark.parametrize(("cut", "dtype", "vocab_size"), MET, ids=str)
-def test_each_kept_token_has_its_share_of_the_numbers(
-    cut: dict[str, float], dtype: torch.dtype, vocab_size: int, device: str
-) -> None:
+def test_tokens_are_those_of_the_noise(cut: dict[str, float], dtype: torch.dtype, vocab_size: int, device: str) -> None:
     torch.manual_seed(1)
     logits = (torch.randn(vocab_size) * 3).to(dtype)
-    weights = kept_weights(logits, **cut)
-    shares = weights / weights.sum()
-    wide_enough = (shares > 1e-3).nonzero().squeeze(1)[:6]
-    middle = (shares.cumsum(0) - shares / 2)[wide_enough]
-    assert draw(logits, middle, device, **cut).tolist() == wide_enough.tolist()
-    same = reference_ops.sample_rows(logits.expand(len(middle), -1), draws(middle, "cpu", **cut))
-    assert same.tolist() == wide_enough.tolist()
-    ends = draw(logits, torch.tensor([0.0, 1.0]), device, **cut).tolist()
-    assert ends == [weights.nonzero()[0].item(), weights.nonzero()[-1].item()]
+    uniform = torch.rand(40)
+    wanted, apart = drawn(logits, uniform, **cut)
+    clear = apart > 1e-4
+    assert clear.sum() > 35
+    assert torch.equal(draw(logits, uniform, device, **cut)[clear], wanted[clear])
+    same = reference_ops.draw_rows(logits.expand(40, -1), draws(uniform, "cpu", **cut))
+    assert torch.equal(same[clear], wanted[clear])
 
 
-def test_of_equal_logits_at_the_cut_the_first_are_kept(device: str) -> None:
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_of_equal_logits_at_the_cut_the_first_are_kept(count: int, device: str) -> None:
+    """Also where they are in several blocks, of which one has the last that is kept."""
     logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 1.0, -1.0])
-    uniform = torch.arange(0, 1, 1 / 8)
+    uniform = torch.rand(40, generator=torch.Generator().manual_seed(count))
     for cut in ({"top_k": 4}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.85}):
-        kept = set(kept_weights(logits, **cut).nonzero().squeeze(1).tolist())
-        assert set(draw(logits, uniform, device, **cut).tolist()) == kept
+        kept = kept_shares(logits, **cut).nonzero().squeeze(1)
+        assert set(draw(logits, uniform, device, **cut).tolist()) == set(kept.tolist())
         assert len(kept) == 4
+    long = torch.full((20_000,), -9.0)
+    equal = [100, 8191, 8192, 9000, 9001, 19_999]
+    long[equal] = 1
+    assert set(draw(long, uniform, device, top_k=count).tolist()) == set(equal[:count])
 
 
 def test_a_row_without_heat_is_greedy(device: str) -> None:
@@ -114,8 +104,22 @@ def test_a_row_without_heat_is_greedy(device: str) -> None:
 def test_banned_tokens_are_never_drawn_and_a_row_without_any_gives_a_token(device: str) -> None:
     logits = torch.full((64,), float("-inf"))
     logits[[3, 9]] = 1
-    assert draw(logits, torch.tensor([0.0, 0.49, 0.51, 1.0]), device, top_k=5, top_p=0.99).tolist() == [3, 3, 9, 9]
+    assert set(draw(logits, torch.rand(20), device, top_k=5, top_p=0.99).tolist()) == {3, 9}
+    assert draw(torch.full((64,), float("-inf")), torch.tensor([0.5]), device, top_p=0.5).tolist() == [0]
     assert draw(torch.full((64,), float("nan")), torch.tensor([0.5]), device, top_p=0.5).tolist() == [0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's of the interpreter, at inf - inf
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9}], ids=str)
+def test_infinite_logits_and_nan_are_taken(cut: dict[str, float], device: str) -> None:
+    logits = torch.zeros(3, 9000)
+    logits[0, [4500, 8999]] = float("inf")
+    logits[1, 7000] = float("nan")
+    logits[2, [5, 7]] = float("inf")
+    asked = draws(torch.rand(3), device, **cut)
+    assert draw_rows(logits.to(device), asked, dependent_launch=chained(device)).tolist() == [4500, 7000, 5]
+    whole = dataclasses.replace(asked, table=asked.table.cpu(), most_kept=9000)
+    assert reference_ops.draw_rows(logits, whole).tolist() == [4500, 7000, 5]
 
 
 def test_rows_have_their_own_parameters(device: str) -> None:
@@ -123,4 +127,4 @@ def test_rows_have_their_own_parameters(device: str) -> None:
     logits = torch.randn(3, 500).to(device)
     columns = [[0.0, 1.0, 1.0], [0, 1, 0], [1.0, 1.0, 0.0], [0.0] * 3, [0.9] * 3]
     own = SamplingTensors(table=torch.tensor(columns, device=device), most_kept=500, cut=True)
-    assert torch.equal(sample_rows(logits, own, dependent_launch=chained(device)), logits.argmax(-1))
+    assert torch.equal(draw_rows(logits, own, dependent_launch=chained(device)), logits.argmax(-1))

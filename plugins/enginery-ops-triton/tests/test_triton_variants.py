@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from enginery.api import SamplingTensors
-from enginery_ops_triton.sampling import sample_rows
+from enginery_ops_triton.sampling import draw_rows
 
 
 @pytest.mark.gpu
@@ -24,5 +24,5 @@ def test_one_variant_of_each_kernel_serves_any_number_of_rows() -> None:
         for rows in (1, 2, 3, 4, 16, 64):
             logits = torch.randn(rows, vocab, device="cuda")
             table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device="cuda")[:, None].expand(5, rows).contiguous()
-            sample_rows(logits, SamplingTensors(table=table, most_kept=2, cut=True), dependent_launch=False)
-    assert sorted(compiled) == ["draw_rows", "sample_cut_rows", "weigh_block"]
+            draw_rows(logits, SamplingTensors(table=table, most_kept=2, cut=True), dependent_launch=False)
+    assert sorted(compiled) == ["best_noisy_of_block", "best_of_blocks", "draw_cut_rows"]

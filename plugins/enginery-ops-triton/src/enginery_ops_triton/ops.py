@@ -13,7 +13,7 @@ from enginery_ops_triton.experts import bind_experts
 from enginery_ops_triton.kernels import activation, embedding, latents, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.routing import route, route_gated
-from enginery_ops_triton.sampling import greedy_sample, sample_rows
+from enginery_ops_triton.sampling import draw_rows, greedy_sample
 from enginery_ops_triton.small_linear import bind_router, bind_small_linear
 
 GATE_BLOCK: Final = 1024
@@ -325,6 +325,6 @@ class TritonOps:
         """Several programs a row."""
         return greedy_sample(logits, dependent_launch=self.dependent_launch)
 
-    def sample_rows(self, logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
-        """One program a row."""
-        return sample_rows(logits, draws, dependent_launch=self.dependent_launch)
+    def draw_rows(self, logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
+        """Several programs a row, one of a row that drops tokens."""
+        return draw_rows(logits, draws, dependent_launch=self.dependent_launch)

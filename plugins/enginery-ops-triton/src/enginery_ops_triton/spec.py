@@ -54,7 +54,7 @@ PROVIDES = (
     "bind_router",
     "bind_experts",
     "greedy",
-    "sample_rows",
+    "draw_rows",
 )
 
 
@@ -77,7 +77,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 4),
+    api=(2, 5),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

@@ -1,7 +1,7 @@
 """From logits to tokens without a sort.
 
-The greedy choice, and draws from all tokens, take two passes: several programs of a row each look at a block of it, then one finds
-the block with the token, and the token in it. A row whose draw is cut is one program's.
+The greedy choice, and draws from all tokens, take one pass: several programs of a row each find the best of a block of it, with its
+noise in a draw (Gumbel-max, arXiv:1411.0030), and then one the best of these. A row whose draw is cut is one program's.
 
 The tokens that top-k and top-p keep are those above a pivot, and some of those equal to it. Logits are compared by integer keys in
 their order, so the pivot is found exactly, by a search that halves its range twice with each pass over the row: eight passes at
@@ -63,6 +63,24 @@ def load_logits(row_at: tl.tensor, index: tl.tensor, VOCAB: tl.constexpr) -> tl.
 
 
 @kernel
+def mixed(x: tl.tensor) -> tl.tensor:
+    """Another uint32 for each: hash-prospector's [16 21f0aaad 15 d35a2d97 15]."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@kernel
+def exponential(number: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """`enginery.nn.reference_ops.exponentials`: -log(1 - r), by a series where r is small, as 1 - r would round it."""
+    key = mixed(number.to(tl.uint32, bitcast=True))
+    hashed = mixed(key ^ (index.to(tl.uint32) * 0x9E3779B9))
+    share = (hashed.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    series = share * (share * (share * 0.33333333 + 0.5) + 1.0)
+    return tl.where(share < 0.015625, series, -tl.log(tl.maximum(1.0 - share, 5.9604645e-08)))
+
+
+@kernel
 def order_key(values: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """int32 in the order of float32 values, without the SHIFT bits that their first type did not have."""
     bits = values.to(tl.int32, bitcast=True)
@@ -114,28 +132,6 @@ def find_pivot(
 
 
 @kernel
-def kept_weights(
-    values: tl.tensor,
-    index: tl.tensor,
-    pivot: tl.tensor,
-    num_equal: tl.tensor,
-    equal_before: tl.tensor,
-    centre: tl.tensor,
-    sharpness: tl.tensor,
-    least: tl.tensor,
-    VOCAB: tl.constexpr,
-    SHIFT: tl.constexpr,
-) -> tl.tensor:
-    """Weights relative to the likeliest token's, 0 of the dropped; equal_before: how many of earlier blocks equal the pivot."""
-    key = order_key(values, SHIFT).to(tl.int64)
-    equal = ((key == pivot) & (index < VOCAB)).to(tl.int32)
-    rank = equal_before + tl.cumsum(equal, axis=0)
-    kept = (key > pivot) | ((equal == 1) & (rank <= num_equal))
-    weights = tl.exp((values - centre) * sharpness)
-    return tl.where(kept & (index < VOCAB) & (weights >= least), weights, 0.0)
-
-
-@kernel
 def drops_tokens(
     row: tl.tensor,
     temperature: tl.tensor,
@@ -151,91 +147,51 @@ def drops_tokens(
     return cut & (tl.load(temperature + row) >= least_temperature)
 
 
-@kernel_at_any("temperature", "top_k", "top_p", "min_p", "tops", "masses")
-def weigh_block(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    tops: tl.tensor,
-    masses: tl.tensor,
-    row_stride: int,
-    num_blocks: int,
-    least_temperature: float,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    """Of each block of a row that drops nothing, the largest logit and what all weigh relative to it: [N, num_blocks] float32."""
-    release_successor(CHAINED)
-    wait_for_predecessor(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    if drops_tokens(row, temperature, top_k, top_p, min_p, least_temperature, VOCAB):
-        return
-    heat = tl.load(temperature + row)
-    sharpness = 1.0 / tl.where(heat < least_temperature, 1.0, heat)
-    values = load_logits(logits + row * row_stride, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), VOCAB)
-    top = tl.max(values, axis=0)
-    weights = tl.exp((values - tl.where(top == float("-inf"), 0.0, top)) * sharpness)
-    at = row * num_blocks + tl.program_id(1)
-    tl.store(tops + at, top)
-    tl.store(masses + at, tl.sum(weights, axis=0))
-
-
-@kernel_at_any("temperature", "top_k", "top_p", "min_p", "uniform", "tops", "masses")
-def draw_rows(
+@kernel_at_any("temperature", "top_k", "top_p", "min_p", "uniform", "values", "indices")
+def best_noisy_of_block(
     logits: tl.tensor,
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
     uniform: tl.tensor,
-    tops: tl.tensor,
-    masses: tl.tensor,
-    tokens: tl.tensor,
+    values: tl.tensor,
+    indices: tl.tensor,
     row_stride: int,
     num_blocks: int,
     least_temperature: float,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """The token of each row that drops nothing, after `weigh_block`: inverse transform sampling in the order of indices."""
+    """As `best_of_block`, of logits over the temperature with noise. Rows that drop tokens are not looked at, and have zeros."""
     release_successor(CHAINED)
     wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
+    at = row * num_blocks + tl.program_id(1)
     if drops_tokens(row, temperature, top_k, top_p, min_p, least_temperature, VOCAB):
+        tl.store(values + at, 0.0)
+        tl.store(indices + at, 0)
         return
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(logits + row * row_stride + index, mask=index < VOCAB, other=float("-inf")).to(tl.float32)
+    found = tl.where(found != found, float("inf"), found)
+    best = tl.max(found, axis=0)
     heat = tl.load(temperature + row)
-    greedy = heat < least_temperature
-    sharpness = 1.0 / tl.where(greedy, 1.0, heat)
-    number = tl.arange(0, BLOCKS)
-    known = number < num_blocks
-    top = tl.load(tops + row * num_blocks + number, mask=known, other=float("-inf"))
-    best = tl.max(top, axis=0)
-    centre = tl.where(best == float("-inf"), 0.0, best)
-    mass = tl.load(masses + row * num_blocks + number, mask=known, other=0.0) * tl.exp((top - centre) * sharpness)
-    mass = tl.where(greedy, (top == best).to(tl.float32), mass)
-    target = tl.where(greedy, 0.0, tl.load(uniform + row) * tl.sum(mass, axis=0))
-    reached = (tl.cumsum(mass, axis=0) > target) & (mass > 0.0)
-    last = tl.max(tl.where(mass > 0.0, number, 0), axis=0)  # where the target is the total, as `uniform` is so near to 1
-    block = tl.minimum(tl.min(tl.where(reached, number, BLOCKS), axis=0), last)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    values = load_logits(logits + row * row_stride, index, VOCAB)
-    weights = tl.where(greedy, (values == best).to(tl.float32), tl.exp((values - centre) * sharpness))
-    weights = tl.where(index < VOCAB, weights, 0.0)
-    before = tl.sum(tl.where(number < block, mass, 0.0), axis=0)
-    hit = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0.0)
-    token = tl.min(tl.where(hit, index, VOCAB), axis=0)
-    if token == VOCAB:
-        token = tl.max(tl.where(weights > 0.0, index, 0), axis=0)
-    tl.store(tokens + row, token.to(tl.int64))
+    if heat >= least_temperature:
+        centre = tl.where(best == float("-inf"), 0.0, best)
+        weights = tl.exp((found - centre) * (1.0 / heat))
+        found = tl.where(found < float("inf"), weights / exponential(tl.load(uniform + row), index), float("inf"))
+        best = tl.max(found, axis=0)
+        noisy = centre / heat + tl.log(tl.where(best > 0.0, best, 1.0))
+        tl.store(values + at, tl.where(best > 0.0, noisy, float("-inf")))
+    else:
+        tl.store(values + at, best)
+    tl.store(indices + at, tl.min(tl.where(found == best, index, 2147483647), axis=0))
 
 
 @kernel_at_any("temperature", "top_k", "top_p", "min_p", "uniform")
-def sample_cut_rows(
+def draw_cut_rows(
     logits: tl.tensor,
     temperature: tl.tensor,
     top_k: tl.tensor,
@@ -250,7 +206,7 @@ def sample_cut_rows(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """The token of each row that drops some: as `draw_rows`, over those that are kept. tokens: [N] int64."""
+    """The token of each row that drops some: the best of the kept with noise. tokens: [N] int64."""
     release_successor(CHAINED)
     wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -261,6 +217,7 @@ def sample_cut_rows(
     wanted = tl.load(top_k + row).to(tl.int32)
     share = tl.load(top_p + row)
     least = tl.load(min_p + row)
+    number = tl.load(uniform + row)
     best_parts = tl.full((BLOCK,), float("-inf"), tl.float32)
     worst_parts = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
@@ -313,44 +270,27 @@ def sample_cut_rows(
                     fit = tl.where(each > 0.0, tl.maximum(room, 1), tl.sum(equal_parts, axis=0))
                     num_equal = tl.where(pivot == floor, tl.minimum(num_equal, fit), fit)
                     num_equal = tl.minimum(num_equal, tl.sum(equal_parts, axis=0))
-    each = tl.where(each >= least, each, 0.0)
-    kept_parts = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):
-        index = start + tl.arange(0, BLOCK)
-        values = load_logits(row_at, index, VOCAB)
-        weights = tl.exp((values - centre) * sharpness)
-        above = (order_key(values, SHIFT).to(tl.int64) > pivot) & (index < VOCAB) & (weights >= least)
-        kept_parts += tl.where(above, weights, 0.0)
-    target = tl.load(uniform + row) * (tl.sum(kept_parts, axis=0) + num_equal.to(tl.float32) * each)
-    before = tl.full((), 0.0, tl.float32)
+    PART: tl.constexpr = BLOCK // 2  # for which there are registers
+    last_kept = pivot.to(tl.int32)
+    most = tl.zeros((PART,), dtype=tl.float32)
+    token = tl.arange(0, PART)
     equal_before = tl.full((), 0, tl.int32)
-    nowhere = tl.full((), 2147483647, tl.int32)
-    token = nowhere
-    begin = tl.full((), 0, tl.int32)
-    while (begin < VOCAB) & (token == nowhere):
-        index = begin + tl.arange(0, BLOCK)
-        values = load_logits(row_at, index, VOCAB)
-        weights = tl.exp((values - centre) * sharpness)
-        key = order_key(values, SHIFT).to(tl.int64)
-        above = (key > pivot) & (index < VOCAB) & (weights >= least)
-        equal_here = tl.sum(((key == pivot) & (index < VOCAB)).to(tl.int32), axis=0)
-        room_left = tl.minimum(tl.maximum(num_equal - equal_before, 0), equal_here)
-        mass = tl.sum(tl.where(above, weights, 0.0), axis=0) + room_left.to(tl.float32) * each
-        if before + mass > target:
-            kept = kept_weights(values, index, pivot, num_equal, equal_before, centre, sharpness, least, VOCAB, SHIFT)
-            hit = (before + tl.cumsum(kept, axis=0) > target) & (kept > 0.0)
-            token = tl.min(tl.where(hit, index, nowhere), axis=0)
-        before += mass
+    for start in tl.range(0, VOCAB, PART, num_stages=STAGES):
+        index = start + tl.arange(0, PART)
+        found = tl.load(row_at + index, mask=index < VOCAB, other=float("-inf")).to(tl.float32)
+        values = tl.where(found != found, float("-inf"), found)
+        key = order_key(values, SHIFT)
+        equal = ((key == last_kept) & (index < VOCAB)).to(tl.int32)
+        equal_here = tl.sum(equal, axis=0)
+        room = num_equal - equal_before
+        if equal_here > room:
+            equal = (tl.cumsum(equal, axis=0) <= room).to(tl.int32) & equal
         equal_before += equal_here
-        begin += BLOCK
-    if token == nowhere:  # `uniform` is so near to 1 that the target is the total: the last token that has a weight
-        token = tl.full((), 0, tl.int32)
-        equal_before = tl.full((), 0, tl.int32)
-        for start in range(0, VOCAB, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            values = load_logits(row_at, index, VOCAB)
-            kept = kept_weights(values, index, pivot, num_equal, equal_before, centre, sharpness, least, VOCAB, SHIFT)
-            token = tl.maximum(token, tl.max(tl.where(kept > 0.0, index, 0), axis=0))
-            equal = (order_key(values, SHIFT).to(tl.int64) == pivot) & (index < VOCAB)
-            equal_before += tl.sum(equal.to(tl.int32), axis=0)
-    tl.store(tokens + row, token.to(tl.int64))
+        weights = tl.exp((values - centre) * sharpness)
+        kept = ((key > last_kept) | (equal == 1)) & (weights >= least)
+        noisy = tl.where(kept, weights / exponential(number, index), 0.0)
+        noisy = tl.where(found < float("inf"), noisy, float("inf"))
+        token = tl.where(noisy > most, index, token)
+        most = tl.maximum(most, noisy)
+    best = tl.max(most, axis=0)
+    tl.store(tokens + row, tl.min(tl.where(most == best, token, 2147483647), axis=0).to(tl.int64))

@@ -32,9 +32,9 @@ leaving the field out.
 `model` is any of the names that the server was given (`--served-model-name`), and answers repeat it. Without it, the first
 one is meant.
 In float32 the same `seed`, prompt and sampling give the same tokens, but for rounding: the sums of a larger batch, or of rows
-that verify guesses, differ in their last bits. Where a draw falls on the edge between two tokens, the other is taken (the
-embedded model: 3 of some 40,000 tokens at temperatures 1 and 1.5). In bfloat16 the sums differ by far more: a request beside
-others may get other tokens than alone, also at temperature 0.
+that verify guesses, differ in their last bits. Where two tokens are as good within these, the other may be taken (the embedded
+model: none of some 44,000 tokens at temperatures 1 and 1.5). In bfloat16 the sums differ by far more: a request beside others
+may get other tokens than alone, also at temperature 0.
 
 Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` they have Anthropic's. Statuses:
 

@@ -204,7 +204,8 @@ def exponentials(uniform: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """-log(1 - r), with r in (0, 1) by a hash of the bits of a row's number and a token's index: [N] float32 -> [N, V] float32."""
     indices = torch.arange(vocab_size, dtype=torch.int32, device=uniform.device) * _STRIDE
     hashed = _mixed(_mixed(uniform.view(torch.int32).clone())[:, None] ^ indices)  # [N, V]
-    below = hashed.view(torch.uint32).float().add_(0.5).mul_(-(2.0**-32))  # -r
+    signed = hashed.float()
+    below = torch.where(signed < 0, signed + 2.0**32, signed).add_(0.5).mul_(-(2.0**-32))  # -r
     return below.clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     for vocab_size, dtype in ((151_936, torch.bfloat16), (128_256, torch.float32), (300, torch.float16)):
         logits = torch.zeros(2, vocab_size, dtype=dtype)
         draw_rows(logits, SamplingTensors(table=table, most_kept=vocab_size, cut=True), dependent_launch=True)
-    for kernel in (sampling.best_noisy_of_block, sampling.draw_cut_rows):
+    for kernel in (sampling.look_at_block, sampling.draw_cut_rows):
         ((made, *_),) = kernel.device_caches.values()
         assert len(made) == 3
         for each in made.values():

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from drawn_in_float64 import drawn, kept_shares
-from pairwise import HAS_CUDA
 from triton_devices import DEVICES, chained
 
 from enginery.api import SamplingTensors
@@ -60,12 +59,13 @@ CUTS = [
     {"min_p": 0.2},
     {"top_k": 7, "top_p": 0.7, "temperature": 1.5},
     {"top_k": 20, "top_p": 0.95, "min_p": 0.1},
+    {"top_k": 200, "top_p": 0.8, "min_p": 0.3, "temperature": 3.0},
+    {"top_p": 0.9, "temperature": 20.0},
 ]
 
 
-SIZES = [(torch.float32, 50), (torch.bfloat16, 300), (torch.float16, 4200)]
-# Interpreted, each cut meets one dtype; on a GPU all.
-MET = [(cut, *size) for place, cut in enumerate(CUTS) for size in (SIZES if HAS_CUDA else [SIZES[place % len(SIZES)]])]
+SIZES = [(torch.float32, 50), (torch.bfloat16, 4200), (torch.float16, 9000)]
+MET = [(cut, *size) for cut in CUTS for size in SIZES]
 
 
 @pytest.mark.parametrize(("cut", "dtype", "vocab_size"), MET, ids=str)
@@ -94,6 +94,9 @@ def test_of_equal_logits_at_the_cut_the_first_are_kept(count: int, device: str) 
     equal = [100, 8191, 8192, 9000, 9001, 19_999]
     long[equal] = 1
     assert set(draw(long, uniform, device, top_k=count).tolist()) == set(equal[:count])
+    long[::128] = 1  # the first of each group: more groups than are looked at together
+    first = set(sorted({*range(0, 20_000, 128), *equal})[: 40 * count])
+    assert set(draw(long, torch.rand(40), device, top_k=40 * count).tolist()) <= first
 
 
 def test_a_row_without_heat_is_greedy(device: str) -> None:

@@ -13,9 +13,8 @@ from enginery.api import LEAST_TEMPERATURE, SamplingTensors
 from enginery_ops_triton.kernels import sampling
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
-ARGMAX_BLOCK: Final = 4096
-DRAW_BLOCK: Final = 4096
-CUT_BLOCK: Final = 8192
+BLOCK: Final = 4096  # tokens of a program that looks at all of them
+GROUPS_AT_ONCE: Final = 32  # that are looked at again together
 _MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # in which its float32 differs from no other
 
 
@@ -44,7 +43,7 @@ def _best_of_blocks(values: torch.Tensor, indices: torch.Tensor, *, dependent_la
 
 def best_of_each_block(logits: torch.Tensor, *, dependent_launch: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of each block of a row of [N, V], as float32, and its index, int32: [N, blocks] both. One block of no columns."""
-    values, indices = _of_each_block(logits, ARGMAX_BLOCK)
+    values, indices = _of_each_block(logits)
     num_rows, num_blocks = values.shape
     sampling.best_of_block[(num_rows, num_blocks)](
         logits,
@@ -53,7 +52,7 @@ def best_of_each_block(logits: torch.Tensor, *, dependent_launch: bool) -> tuple
         logits.stride(0),
         num_blocks,
         VOCAB=logits.shape[1],
-        BLOCK=ARGMAX_BLOCK,
+        BLOCK=BLOCK,
         CHAINED=dependent_launch,
         num_warps=8,
         launch_pdl=dependent_launch,
@@ -61,46 +60,58 @@ def best_of_each_block(logits: torch.Tensor, *, dependent_launch: bool) -> tuple
     return values, indices
 
 
-def _of_each_block(logits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_each_block(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for a value, float32, and an index, int32, of each block of a row: [N, blocks] both. One block of no columns."""
     num_rows, vocab_size = logits.shape
-    values, indices = torch.empty((2, num_rows, max(-(-vocab_size // block), 1)), dtype=torch.int32, device=logits.device)
+    values, indices = torch.empty((2, num_rows, max(-(-vocab_size // BLOCK), 1)), dtype=torch.int32, device=logits.device)
     return values.view(torch.float32), indices
 
 
 def draw_rows(logits: torch.Tensor, draws: SamplingTensors, *, dependent_launch: bool) -> torch.Tensor:
     """A token for each row of logits [N, V]: [N] int64. Of equal logits at a cut the first are kept."""
-    values, indices = _of_each_block(logits, DRAW_BLOCK)
+    values, indices = _of_each_block(logits)
     num_rows, num_blocks = values.shape
+    num_groups = num_blocks * (BLOCK // sampling.GROUP.value) if draws.cut else 0
+    masses = torch.empty_like(values) if draws.cut else values
+    largest, listed = torch.empty((2, num_rows, num_groups), dtype=torch.int32, device=logits.device)
     asked = draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform
-    sampling.best_noisy_of_block[(num_rows, num_blocks)](
+    sampling.look_at_block[(num_rows, num_blocks)](
         logits,
         *asked,
         values,
         indices,
+        masses,
+        largest.view(torch.float32),
         logits.stride(0),
         num_blocks,
         LEAST_TEMPERATURE,
         VOCAB=logits.shape[1],
-        BLOCK=DRAW_BLOCK,
+        BLOCK=BLOCK,
         CHAINED=dependent_launch,
         num_warps=8,
         launch_pdl=dependent_launch,
     )
     tokens = _best_of_blocks(values, indices, dependent_launch=dependent_launch)
     if draws.cut:
-        block = min(CUT_BLOCK, next_power_of_2(logits.shape[1]))
         sampling.draw_cut_rows[(num_rows,)](
             logits,
             *asked,
+            values,
+            masses,
+            largest.view(torch.float32),
+            listed,
             tokens,
             logits.stride(0),
+            num_blocks,
+            num_groups,
             LEAST_TEMPERATURE,
             VOCAB=logits.shape[1],
             SHIFT=_MISSING_BITS[logits.dtype],
-            BLOCK=block,
+            BLOCKS=next_power_of_2(num_blocks),
+            GROUPS=next_power_of_2(num_groups),
+            COUNT=GROUPS_AT_ONCE,
             CHAINED=dependent_launch,
-            num_warps=16 if block > 1024 else 4,
+            num_warps=16,
             launch_pdl=dependent_launch,
         )
     return tokens

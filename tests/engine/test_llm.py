@@ -116,6 +116,16 @@ def test_several_end_of_sequence_ids_and_stop_token_ids_end_it(echo: Path) -> No
     assert stopped.finish_reason == "stop"
 
 
+def test_end_of_sequence_ids_may_stand_beside_a_model_for_images(echo: Path) -> None:
+    """In `text_config`, as in Qwen3.5's files; generation_config.json comes first, and config.json itself."""
+    config = json.loads((echo / "config.json").read_text())
+    del config["eos_token_id"]
+    (echo / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": [5, 6]}}))
+    prompt = next([seed, extra] for seed in range(90) for extra in range(90) if continued([seed, extra], 3)[2] == 6)
+    (answer,) = llm(echo).generate(prompt, SamplingParams(temperature=0, max_tokens=20))
+    assert (answer.finish_reason, answer.token_ids[-1]) == ("stop", 6)
+
+
 def test_end_of_sequence_ids_outside_of_the_vocabulary_end_nothing(echo: Path) -> None:
     """Of a checkpoint that says -1 for none, or that has another's tokenizer; to put its end off is to forbid a token by its id."""
     config = json.loads((echo / "config.json").read_text())

@@ -283,10 +283,11 @@ def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str,
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json states it, else config.json; one id or several. The tokenizer's own ends a text too."""
-    stated = read_json(folder / "generation_config.json").get("eos_token_id")
-    stated = config.get("eos_token_id", []) if stated is None else stated
-    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    """generation_config.json states one or several, else config.json, else its `text_config`. The tokenizer's own counts too."""
+    within = text if isinstance(text := config.get("text_config"), Mapping) else {}
+    said = (each.get("eos_token_id") for each in (read_json(folder / "generation_config.json"), config, within))
+    stated = next((each for each in said if each is not None), [])
+    ids = stated if isinstance(stated, list) else [stated]
     if not all(isinstance(one, int) for one in ids):
         raise CheckpointError(f"eos_token_id of {folder} is {stated!r}, which must be a token id or a list of them")
     return frozenset(ids)

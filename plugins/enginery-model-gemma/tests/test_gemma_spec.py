@@ -61,6 +61,12 @@ def test_caps_that_are_no_numbers_are_refused(key: str) -> None:
             shape(SECOND | {key: value})
 
 
+def test_a_cap_of_scores_is_refused_in_gemma_3_where_transformers_has_the_key_and_caps_nothing() -> None:
+    assert shape(THIRD | {"attn_logit_softcapping": None}) == shape(THIRD)
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping 50\.0; Gemma 3 is served without"):
+        shape(THIRD | {"attn_logit_softcapping": 50.0})
+
+
 @pytest.mark.parametrize(("given", "made"), [(SECOND, Gemma2Config), (THIRD, Gemma3TextConfig)])
 def test_what_a_file_leaves_out_is_what_transformers_takes(given: dict[str, object], made: type) -> None:
     stated = made(**{key: value for key, value in given.items() if key != "architectures"}).to_dict()

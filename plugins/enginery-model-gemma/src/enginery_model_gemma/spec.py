@@ -76,6 +76,9 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         local["rope_parameters"] = ropes.get(WINDOW)
         config["rope_parameters"] = ropes.get(EVERYTHING)
     check_served(config, "hidden_activation", GELU)
+    if is_third and config.get("attn_logit_softcapping") is not None:  # transformers has the key here, and caps nothing
+        stated = config["attn_logit_softcapping"]
+        raise CheckpointError(f"config.json has attn_logit_softcapping {stated!r}; Gemma 3 is served without such a cap only")
     plain = read_decoder_shape(
         {**config, "hidden_act": config["hidden_activation"]},
         _windows(config),

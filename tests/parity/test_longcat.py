@@ -59,6 +59,16 @@ def test_the_hubs_files_are_read(oracle: Oracle, registry: Registry, tmp_path: P
     assert_last_logits(oracle, registry, oracle.prompts[4:5], model=str(tmp_path))
 
 
+def test_scales_of_what_zero_experts_never_use_are_left_out(oracle: Oracle, registry: Registry, tmp_path: Path) -> None:
+    """As files in float8 have them beside each weight."""
+    weights = load_file(oracle.folder / "model.safetensors")
+    of_zero = [name for name in weights if any(map(name.count, UNUSED))]
+    save_file(weights | {f"{name}_scale_inv": torch.ones(1, 1) for name in of_zero}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((oracle.folder / "config.json").read_bytes())
+    assert of_zero
+    assert_last_logits(oracle, registry, oracle.prompts[:1], model=str(tmp_path))
+
+
 def test_experts_that_transformers_stored_in_one_piece_are_read(oracle: Oracle, registry: Registry, tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path, save_original_format=False)
     stored = scan_checkpoint(tmp_path)

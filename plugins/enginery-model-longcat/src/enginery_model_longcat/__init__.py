@@ -3,9 +3,9 @@
 from enginery.api import ModelSpec, hookimpl
 from enginery_model_longcat.spec import NAMES, build, describe
 
-# transformers gives zero experts a gate and an up that it never uses, and stores them. They have no down, so a real expert that
-# config.json does not count is found by its own.
-UNUSED = tuple(f"model.layers.*.mlp.experts.*.{name}_proj.weight" for name in ("gate", "up"))
+# transformers gives zero experts a gate and an up that it never uses, and stores them; in float8 they have scales. They have no
+# down, so a real expert that config.json does not count is found by its own.
+UNUSED = tuple(f"model.layers.*.mlp.experts.*.{name}_proj.weight*" for name in ("gate", "up"))
 
 
 @hookimpl

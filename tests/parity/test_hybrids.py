@@ -167,6 +167,34 @@ def test_latents_of_ling_are_scaled_with_yarn(write_oracle: Callable[..., Oracle
     assert_last_logits(oracle, registry, oracle.prompts[1:2], atol=1e-5)
 
 
+class LowRank(torch.nn.Module):
+    """Queries of low rank, by the names of the files."""
+
+    def __init__(self, hidden: int, rank: int, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        down, up = (torch.randn(*sizes, generator=generator) / sizes[1] ** 0.5 for sizes in ((rank, hidden), (width, rank)))
+        norm = 1 + 0.1 * torch.randn(rank, generator=generator)
+        self.weights = {"q_a_proj.weight": down, "q_a_layernorm.weight": norm, "q_b_proj.weight": up}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down, norm, up = self.weights.values()
+        return torch.nn.functional.rms_norm(x @ down.T, norm.shape, norm, 1e-6) @ up.T
+
+
+def test_ling_has_queries_of_low_rank(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    """As Ling-3.0-tiny's, which transformers' class does not have: here its product of queries is another module."""
+    oracle = write_oracle("ling_3_low_rank", type(HYBRIDS["ling_3"])(**LING_3))
+    file, low = oracle.folder / "model.safetensors", LowRank(64, 20, 4 * (16 + 8))
+    weights = load_file(file)
+    del weights["model.layers.3.attention.q_proj.weight"]
+    save_file(weights | {f"model.layers.3.attention.{name}": each for name, each in low.weights.items()}, file)
+    oracle.model.model.layers[3].self_attn.q_proj = low
+    config = json.loads((oracle.folder / "config.json").read_text())
+    (oracle.folder / "config.json").write_text(json.dumps(config | {"q_lora_rank": 20}))
+    assert_last_logits(oracle, registry, oracle.prompts[1:2])
+
+
 @pytest.mark.parametrize("is_text_alone", [False, True])
 def test_qwen3_5_is_read_beside_a_model_for_images(
     write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, is_text_alone: bool

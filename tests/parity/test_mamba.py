@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, each_last_logits, generate, greedy, options
 from parity.oracle import ROPES, Oracle, shape
+from safetensors.torch import load_file
 from transformers import (
     BambaConfig,
     FalconH1Config,
@@ -112,6 +114,13 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
     assert_last_logits(oracle, registry, oracle.prompts[:3])
+
+
+@pytest.mark.parametrize("oracle", ["granite_moe", "jamba", "lfm2_moe"], indirect=True)
+def test_experts_that_transformers_stored_in_one_piece_are_read(oracle: Oracle, registry: Registry, tmp_path: Path) -> None:
+    oracle.model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith(".experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert_last_logits(oracle, registry, oracle.prompts[1:2], model=str(tmp_path))
 
 
 CUTS: list[dict[str, object]] = [

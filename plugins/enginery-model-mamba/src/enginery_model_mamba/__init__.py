@@ -1,6 +1,6 @@
 """Mamba2, hybrids of it and attention, Jamba and LFM2."""
 
-from enginery.api import ModelSpec, hookimpl
+from enginery.api import ExpertNames, ModelSpec, hookimpl
 from enginery_model_mamba.spec import falcon, hybrids, jamba, lfm2, mamba2, nemotron
 
 FAMILIES = {
@@ -17,6 +17,22 @@ TIED = ("lm_head.weight",)  # of files that hold the embedding once more, and of
 IGNORED = {"nemotron-h": ("mtp.*",), "lfm2": TIED, "lfm2-moe": TIED}
 
 
+def stacked(names: ExpertNames) -> dict[str, tuple[str, ...]]:
+    """How transformers 5 has a layer's experts in memory, and stores them where it is told to."""
+    stem = f".{names.block}.experts"
+    return {
+        f"{stem}.gate_up_proj": (f"{stem}.{{}}.{names.gate}.weight", f"{stem}.{{}}.{names.up}.weight"),
+        f"{stem}.down_proj": (f"{stem}.{{}}.{names.down}.weight",),
+    }
+
+
+STACKED = {
+    "granite-hybrid": hybrids.STACKED | stacked(hybrids.EXPERTS),
+    "jamba": stacked(jamba.EXPERTS),
+    "lfm2-moe": stacked(lfm2.EXPERTS),
+}
+
+
 @hookimpl
 def register_models() -> list[ModelSpec]:
     """A module for each kind of family; blocks beside `spec` are what they share."""
@@ -29,7 +45,7 @@ def register_models() -> list[ModelSpec]:
             build=family.build,
             lanes=True,
             ignored_weights=IGNORED.get(name, ()),
-            stacked_weights=hybrids.STACKED if name == "granite-hybrid" else {},
+            stacked_weights=STACKED.get(name, {}),
         )
         for name, (architecture, family) in FAMILIES.items()
     ]

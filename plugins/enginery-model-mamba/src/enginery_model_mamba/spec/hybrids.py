@@ -55,6 +55,7 @@ STACKED: Final = {
         ".block_sparse_moe.experts.{}.up_proj.weight",
     ),
     ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.{}.down_proj.weight",),
+    ".block_sparse_moe.router.weight": (".block_sparse_moe.router.layer.weight",),
 }
 MIXER, ATTENTION = "mamba", "attention"
 KINDS: Final = {"mamba": MIXER, "linear_attention": MIXER, "attention": ATTENTION, "full_attention": ATTENTION}

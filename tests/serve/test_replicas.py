@@ -122,6 +122,8 @@ def test_a_kill_under_load_ends_its_own_streams_alone(with_server, restarts):
         assert sum(KILLED in text and f'"{code}"' in text for text in texts) == 3
         assert await labelled(live, "enginery:engine_restarts_total") == {"0": 0, "1": restarts}
         assert await labelled(live, "enginery:requests_open") == {"0": 0, "1": 0}
+        if not restarts:
+            assert (await labelled(live, "enginery:kv_pages_free"))["1"] == 0, "it has none any more"
         before = sent(live)
         await asyncio.gather(*(live.complete([20 + number] * 90, max_tokens=2) for number in range(8)))
         gained = [now - then for now, then in zip(sent(live), before, strict=True)]

@@ -6,7 +6,7 @@ import dataclasses
 
 from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.schedule import LaneCounts, PageCounts
-from enginery.serve.engine.totals import total
+from enginery.serve.engine.totals import of_ended, total
 from enginery.serve.http import metrics
 
 
@@ -29,6 +29,16 @@ def test_counters_of_engines_add_up():
     assert (both.drafts.told, both.drafts.by_position, both.kernels.seconds) == (6, (2,), 2.0)
     failed = total([one, dataclasses.replace(one, drafts=DraftCounts(failure="why"))])
     assert (failed.drafts.failure, both.drafts.failure) == ("why", "")
+
+
+def test_an_engine_that_has_ended_holds_nothing_and_keeps_its_counters():
+    pages = {"full": PageCounts(free=1, cached=2, total=4, held=3, evicted=5)}
+    lanes = (LaneCounts(num_running=3, num_waiting=1, pages=pages),)
+    kernels = KernelState(compiling=("attention",), seconds=2.0)
+    counters = EngineStats(num_steps=7, num_preempted=2, drafts=DraftCounts(told=3))
+    held = {"num_running": 3, "num_waiting": 1, "free_pages": 1, "cached_pages": 2}
+    left = of_ended(dataclasses.replace(counters, **held, pages=pages, lanes=lanes, kernels=kernels))
+    assert left == dataclasses.replace(counters, pages={"full": PageCounts(free=0, cached=0, total=4, evicted=5)})
 
 
 def test_lanes_are_told_one_by_one():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from enginery.serve.engine import messages
 from enginery.serve.engine.child import EngineChild, pass_on, until
 from enginery.serve.engine.outputs import Outputs
 from enginery.serve.engine.progress import Progress
+from enginery.serve.engine.totals import of_ended
 from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady
 from enginery.serve.http.metrics import RequestMeter, RequestTimes
 
@@ -249,7 +249,7 @@ class EngineClient:
         await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)  # a process of its own may keep its stderr open
         await asyncio.sleep(0.1)  # its last message is on the way
         await until(lambda: self._failed is not None, within_s=_LAST_WORDS_S if self.child.has_failed else 0)
-        self.stats = dataclasses.replace(self.stats, num_running=0, num_waiting=0)
+        self.stats = of_ended(self.stats)
         self.died.set_result(self.child.epitaph(self._failed))
         self.fail_requests(self.death)
 

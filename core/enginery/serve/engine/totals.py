@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
-from enginery.contracts.schedule import all_pages
+from enginery.contracts.schedule import PageCounts, all_pages
 
 CountsT = TypeVar("CountsT", EngineStats, DraftCounts)
 
@@ -29,6 +29,13 @@ def total(every: Sequence[EngineStats]) -> EngineStats:
         drafts=_drafts([stats.drafts for stats in every]),
         experts=_experts(every),
     )
+
+
+def of_ended(stats: EngineStats) -> EngineStats:
+    """What is left of an engine whose process has ended: its counters. It has no requests and no memory, and compiles nothing."""
+    pages = {kind: PageCounts(free=0, cached=0, total=counts.total, evicted=counts.evicted) for kind, counts in stats.pages.items()}
+    left = dataclasses.replace(stats, num_running=0, num_waiting=0, free_pages=0, cached_pages=0)
+    return dataclasses.replace(left, pages=pages, lanes=(), kernels=KernelState())
 
 
 def _summed(every: Sequence[CountsT]) -> CountsT:

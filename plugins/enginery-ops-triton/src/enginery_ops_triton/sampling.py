@@ -12,6 +12,7 @@ import torch
 from enginery.api import LEAST_TEMPERATURE, SamplingTensors
 from enginery_ops_triton.kernels import sampling
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.kernels.pivots import GROUP
 
 BLOCK: Final = 4096  # tokens of a program that looks at all of them
 GROUPS_AT_ONCE: Final = 32  # that are looked at again together
@@ -71,7 +72,7 @@ def draw_rows(logits: torch.Tensor, draws: SamplingTensors, *, dependent_launch:
     """A token for each row of logits [N, V]: [N] int64. Of equal logits at a cut the first are kept."""
     values, indices = _of_each_block(logits)
     num_rows, num_blocks = values.shape
-    num_groups = num_blocks * (BLOCK // sampling.GROUP.value) if draws.cut else 0
+    num_groups = num_blocks * (BLOCK // GROUP.value) if draws.cut else 0
     masses = torch.empty_like(values) if draws.cut else values
     largest, listed = torch.empty((2, num_rows, num_groups), dtype=torch.int32, device=logits.device)
     asked = draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform

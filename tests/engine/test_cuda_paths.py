@@ -268,7 +268,8 @@ def test_a_draft_model_changes_no_token(
         for batch in (requests[:2], requests, requests[2:3]):
             assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
         drafts, graphs = engine.meter.stats().drafts, engine._runner._draft_graphs
-        assert drafts.accepted > 0
+        assert drafts.drafted > 0
+        assert drafts.accepted > 0 or drafter == "eagle3", "whose weights are random: a right guess is luck"
         assert (drafts.accepted < drafts.drafted) == (drafter != "standalone")
         assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
         assert beside_prompts(replayed)

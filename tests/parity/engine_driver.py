@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from statistics import median
 from unittest.mock import patch
 
 import torch
@@ -139,8 +140,13 @@ def assert_ranks(oracle: Oracle, prompt: list[int], **how: object) -> None:
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
 
 
-def rounding_error(oracle: Oracle, registry: Registry, prompt: list[int], dtype: str = "bfloat16", **changes: object) -> float:
-    """How far what the engine computes after the prompt in `dtype` is from the oracle's, as a part of that."""
-    expected = oracle.logits(prompt)[-1]
-    found = last_logits(registry, options(oracle, dtype=dtype, **changes), prompt)
-    return float((found - expected).norm() / expected.norm())
+def rounding_error(oracle: Oracle, registry: Registry, dtype: str = "bfloat16", **changes: object) -> float:
+    """How far what the engine computes after a prompt in `dtype` is from the oracle's, as a part of that.
+
+    The median over prompts: where two experts are nearly tied, rounding chooses the other one, and a single prompt's error is ten
+    times the others'.
+    """
+    prompts = oracle.prompts[:5]
+    expected = [oracle.logits(prompt)[-1] for prompt in prompts]
+    found = each_last_logits(registry, options(oracle, dtype=dtype, **changes), prompts)
+    return median(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, expected, strict=True))

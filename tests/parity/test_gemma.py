@@ -96,4 +96,4 @@ def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     """1 + w is rounded when it is read, and in transformers when it is used."""
-    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.04
+    assert rounding_error(oracle, registry) < 0.04

@@ -121,7 +121,7 @@ def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.06
+    assert rounding_error(oracle, registry) < 0.06
 
 
 def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_ranks_have_their_parts_of_what_is_in_one_piece(oracle: Oracle, tensor_s
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    assert rounding_error(oracle, registry, oracle.prompts[4]) < 0.06
+    assert rounding_error(oracle, registry) < 0.06
 
 
 def test_rotated_dims_may_be_stated_in_place_of_the_factor(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pairwise import EVERYTHING, in_turn, spread
-from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, each_last_logits, generate, greedy, options
+from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, generate, greedy, options, rounding_error
 from parity.oracle import ROPES, Oracle, shape
 from safetensors.torch import load_file
 from transformers import (
@@ -157,12 +157,7 @@ def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: 
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    errors = []
-    prompts = oracle.prompts[:3]
-    for prompt, answer in zip(prompts, each_last_logits(registry, options(oracle, dtype="bfloat16"), prompts), strict=True):
-        expected = oracle.logits(prompt)[-1]
-        errors.append((answer - expected).norm() / expected.norm())
-    assert sum(errors) / len(errors) < 0.05
+    assert rounding_error(oracle, registry) < 0.05
 
 
 @pytest.mark.parametrize("oracle", ["nemotron_h_moe", "nemotron_h_latent"], indirect=True)

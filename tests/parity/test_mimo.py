@@ -78,4 +78,4 @@ def test_ranks_have_their_parts_of_heads_sinks_and_experts(oracle: Oracle, tenso
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    assert rounding_error(oracle, registry, oracle.prompts[1]) < 0.06
+    assert rounding_error(oracle, registry) < 0.06

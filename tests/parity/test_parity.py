@@ -178,4 +178,4 @@ def test_yarn_that_a_model_card_says_to_add_serves_its_whole_context(
 
 @in_turn(("oracle", sorted(FAMILIES)), ("dtype", ["bfloat16", "float16"]), indirect=["oracle"])
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry, *, dtype: str) -> None:
-    assert rounding_error(oracle, registry, oracle.prompts[4], dtype) < (0.03 if dtype == "bfloat16" else 0.005)
+    assert rounding_error(oracle, registry, dtype) < (0.03 if dtype == "bfloat16" else 0.005)

@@ -167,6 +167,7 @@ def cases(name: str, shape: Shape, rows: int, ops: TritonOps) -> Iterator[Case]:
                 mine=[partial(ops.bind_linear(weight, None), x) for weight in weights],
                 theirs=[partial(reference_ops.bind_linear(weight, None), x) for weight in weights],
             )
+    if rows <= 256:
         yield from sampling_cases(made, shape, rows, ops)
 
 
@@ -347,10 +348,12 @@ def check(case: Case) -> float:
     return relative_error(actual, expected)
 
 
-def compare() -> dict[str, Any]:
+def compare(only: str, num_rows: Sequence[int]) -> dict[str, Any]:
     measured, ops = [], TritonOps(dependent_launch=True)
-    for (name, shape), rows in itertools.product(SHAPES.items(), (1, 8, 64, 2048)):
+    for (name, shape), rows in itertools.product(SHAPES.items(), num_rows):
         for case in cases(name, shape, rows, ops):
+            if only not in case.op:
+                continue
             error = check(case)
             if not error < 1e-2:
                 print(f"{name}, {case.op}, {rows} rows: relative error {error:.1e}", file=sys.stderr)
@@ -359,12 +362,17 @@ def compare() -> dict[str, Any]:
             measured.append({"model": name, "op": case.op, "rows": rows, "bytes": case.num_bytes, "error": error})
             measured[-1] |= {"triton_us": mine, "torch_us": theirs, **rate}
             print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+    if only:
+        return {"ops": measured}
     return {"ops": measured, "steps": [steps(name, shape, rows) for name, shape in SHAPES.items() for rows in (1, 8)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="what has this in its name, and no whole steps")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 64, 2048), metavar="N")
+    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("I", "N"))
     asked = parser.parse_args()
     torch.manual_seed(0)
@@ -373,8 +381,8 @@ def main() -> None:
         sweep(tuple(asked.compile))
         return
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    about["few_rows"] = small_linear.FEW_ROWS
-    result = {"sweep": sweep(None)} if asked.sweep else compare()
+    about |= {"command": " ".join(sys.argv), "commit": asked.commit, "few_rows": small_linear.FEW_ROWS}
+    result = {"sweep": sweep(None)} if asked.sweep else compare(asked.only, asked.rows)
     print(json.dumps({**about, "limits": limits(), **result}, indent=1))
 
 

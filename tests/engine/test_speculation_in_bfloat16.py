@@ -1,7 +1,7 @@
 """With guesses in bfloat16: where a token differs from plain decoding's, steps of other shapes could have chosen either.
 
 Products of other numbers of rows are rounded otherwise. How far that moves logits is measured, of the same tokens as prompts in
-chunks of several lengths.
+chunks of several lengths. Two logits may be rounded away from each other in any case, by a step each.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ Measured = Callable[[GenerationRequest], tuple[torch.Tensor, float]]
 
 @pytest.fixture(scope="module")
 def measured(registry: Registry, plain: dict[str, Told]) -> Measured:
-    """Plain decoding's logits for each token of the answer, and how far other chunks move the difference of two of the best."""
+    """Plain decoding's logits for each token of the answer, and how far rounding moves the difference of two of the best."""
 
     @functools.cache
     def of(about: str, prompt: tuple[int, ...]) -> tuple[torch.Tensor, float]:
         one, *others = (logits_of(registry, (*prompt, *plain[about].tokens), chunk) for chunk in CHUNKS)
         best = one.topk(4).indices
         moved = torch.stack([(each - one).gather(1, best) for each in others])  # [chunks, T, 4]
-        return one[len(prompt) - 1 : -1], float((moved.amax(-1) - moved.amin(-1)).max())
+        two_steps = 2 * torch.finfo(torch.bfloat16).eps * one.abs().max()
+        return one[len(prompt) - 1 : -1], max(float((moved.amax(-1) - moved.amin(-1)).max()), float(two_steps))
 
     return lambda request: of(request.request_id, tuple(request.prompt_token_ids))
 

@@ -12,7 +12,7 @@ import sys
 import time
 
 from engine.draft_models import asking
-from enginery.contracts.phase import Phase
+from enginery.contracts.batch import Phase
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.step import StepInput

@@ -109,6 +109,15 @@ def test_a_head_is_known_by_its_tensors_where_config_json_names_the_architecture
         Engine.build(embedded(drafter="eagle", draft_model=whole), registry)
 
 
+def test_auto_knows_a_head_by_its_tensors_too(registry: Registry, tmp_path: Path) -> None:
+    """Published EAGLE heads name the architecture of the target. A whole model of one layer is none."""
+    folder = changed_head(tmp_path, architectures=["LlamaForCausalLM"])
+    for draft_model, name in ((folder, "eagle"), (DRAFTERS["standalone"], "standalone")):
+        chosen = choose(embedded(drafter="auto", draft_model=str(draft_model)), registry)
+        assert chosen.drafter is not None
+        assert chosen.drafter.name == name
+
+
 def on_a_gpu(asked: EngineOptions, registry: Registry) -> Choice:
     facts = DeviceFacts(kind="cuda", name="card", available_bytes=1 << 36, num_threads=1, compute_capability=(9, 0))
     return dataclasses.replace(choose(asked, registry), device_facts=facts)

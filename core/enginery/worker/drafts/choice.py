@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -137,11 +138,12 @@ def _best(
 
 
 def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[DrafterSpec]:
-    """What runs the draft model in a folder: a drafter for its architecture, or else any family."""
-    architectures = set(read_config(folder)["architectures"])
-    models = ((offer, offer.spec.model) for offer in every.values() if offer.spec.suits is None)
-    fitting = (offer for offer, model in models if model is not None and architectures & set(model.architectures))
-    return next(fitting, every[STANDALONE])
+    """What runs the draft model in a folder: a drafter for its architecture, one whose tensors it has, or else any family."""
+    config = read_config(folder)
+    heads = [offer for offer in every.values() if offer.spec.suits is None and offer.spec.model is not None]
+    named = (offer for offer in heads if offer.spec.model and set(config["architectures"]) & set(offer.spec.model.architectures))
+    stored = (offer for offer in heads if is_stored(offer.spec, config, folder))  # many name the architecture of the target
+    return next(itertools.chain(named, stored), every[STANDALONE])
 
 
 def _length(asked: EngineOptions, offer: Offer[DrafterSpec], config: Mapping[str, object]) -> int:

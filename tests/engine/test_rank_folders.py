@@ -72,3 +72,30 @@ def test_folders_of_engines_that_live_and_of_others_stay(temporary: Path) -> Non
     assert len(list(temporary.iterdir())) == 2
     alive.close()
     assert other.read_text()
+
+
+FORKS = """
+import gc, os, signal, sys
+from enginery import LLM, SamplingParams
+model, ways = LLM(tp=2, device="cpu", num_threads=1, num_pages=16), ["close", "collect", "exit"]
+ask = lambda: model.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), progress=False)
+for way in ways:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, way
+        continue
+    signal.alarm(20)
+    if way == "close":
+        model.close()
+    if way == "collect":
+        del model
+        gc.collect()
+    sys.exit()
+assert len(ask()[0].token_ids) == 4
+model.close()
+"""
+
+
+def test_a_process_that_was_forked_from_an_engine_of_ranks_ends_and_leaves_them(temporary: Path) -> None:
+    """It closes or loses the model, or ends with it: not one waits for threads that the fork did not bring along."""
+    run_python("-c", FORKS, check=True)
+    assert not any(temporary.glob("enginery-*")), "and the engine removes its own"

@@ -55,7 +55,7 @@ class LLM(AbstractContextManager["LLM"]):
     def close(self) -> None:
         """Free weights and KV memory. Generating afterwards raises `EnginError`."""
         with self._turn:
-            if self._engine is not None:
+            if self._engine is not None and os.getpid() == self._pid:
                 self._engine.close()
             self._engine = self._requests = None
             self._prompts.close()

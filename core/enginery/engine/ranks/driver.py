@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -61,6 +63,7 @@ class RankProcesses:
             raise
         self._watch.busy("its start")
         self._end = weakref.finalize(self, _end, self._watch, self._links, wires)
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     @property
     def place(self) -> Place:
@@ -179,6 +182,13 @@ def _with_found_draft_model(asked: EngineOptions, registry: Registry, choice: Ch
     if folder is None or choice.drafter is None or choice.drafter.spec.suits is not None:
         return asked
     return dataclasses.replace(asked, drafter=choice.drafter.name, draft_model=str(folder))
+
+
+def _leave_to_parent(of: weakref.ref[RankProcesses]) -> None:
+    """In a process that was forked. Nothing is taken apart there: that would wait for threads which did not come along."""
+    if (ranks := of()) is not None:
+        ranks._end.detach()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ranks))
 
 
 def _end(watch: Watch, links: list[zmq.Socket[bytes]], wires: Wires) -> None:

@@ -193,6 +193,32 @@ def test_without_memory_for_a_capture_that_is_needed_such_steps_run_eagerly_from
     assert caplog.text.count("run eagerly from now on: no memory") == len(tried)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_without_memory_for_the_graphs_of_prompts_these_run_without_from_then_on(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, whole: bool
+) -> None:
+    """In pieces, where there is memory for those; else eagerly."""
+    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[mixed_graphs.GraphKey]()
+    provide, wanted = mixed_graphs.MixedGraphs.provide, {True} if whole else {True, False}
+
+    def full(graphs: mixed_graphs.MixedGraphs, key: mixed_graphs.GraphKey) -> object:
+        if key.whole not in wanted or key in graphs._captured:
+            return provide(graphs, key)
+        tried.append(key)
+        raise torch.OutOfMemoryError("no memory")
+
+    with on_cuda(options(**SIZES), registry) as (engine, _):
+        pieces = engine._runner.pieces
+        assert pieces is not None
+        pieces._captured.clear()
+        monkeypatch.setattr(mixed_graphs.MixedGraphs, "provide", full)
+        for _ in range(3):
+            assert_equal(serve(engine, requests_of(2)), expected)
+        assert [key.whole for key in pieces._captured] == [False] * whole
+    assert len(tried) == len(set(tried)) > 0
+    assert caplog.text.count("from now on: no memory") == len(tried)
+
+
 @pytest.mark.parametrize("changes", [MESHES["tp"], {"graphs": False}])
 def test_nothing_is_captured_of_several_ranks_or_without_graphs(
     registry: Registry, captures: list[int], changes: dict[str, object]

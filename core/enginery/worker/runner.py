@@ -20,6 +20,7 @@ from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.plan import Accepted
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, Way
+from enginery.errors import Unsupported
 from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
@@ -126,7 +127,12 @@ class Runner:
         self.tables.take(own)
         batch = lay_out(own, self.tables)
         laid_out_s = time.perf_counter()
-        forwarded = self._path_of(step).forward(step, batch)
+        try:
+            forwarded = self._path_of(step).forward(step, batch)
+        except Unsupported:  # without memory to capture it
+            if step.run.way is not Way.PIECES:
+                raise
+            forwarded = self._paths.eager.forward(step, batch)
         if forwarded.logits is not None:
             logits = first_rows(forwarded.logits, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
         else:

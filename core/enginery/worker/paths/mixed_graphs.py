@@ -75,6 +75,7 @@ class MixedGraphs:
         self._whole, self._in_pieces_too = whole, in_pieces_too
         self._captured: dict[GraphKey, _Captured] = {}
         self._refused: set[int] = set()  # numbers of rows of a request that decodes
+        self._too_large: set[GraphKey] = set()  # there was no memory for these when they were needed
         self.backend_changed()
 
     def backend_changed(self) -> None:
@@ -87,6 +88,7 @@ class MixedGraphs:
         self._kinds = (False,) if not done else (True, False) if self._in_pieces_too else (True,)
         self._captured = {key: captured for key, captured in self._captured.items() if not key.whole}
         self._refused.clear()
+        self._too_large.clear()
         self.provide(GraphKey(self.sizes[-1], self._kinds[0]))
 
     def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
@@ -94,7 +96,7 @@ class MixedGraphs:
         guesses = [0] if num_guesses is None else sorted({0, *map(num_guesses, _LOADS)})
         lengths = {True: [1 + count for count in guesses if 1 + count not in self._refused], False: [1]}
         keys = [GraphKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
-        return [key for key in keys if key not in self._captured]
+        return [key for key in keys if key not in self._captured and key not in self._too_large]
 
     def prepare(self, num_guesses: NumGuesses, *, siblings: int) -> bool:
         """Capture one more of these; False: all are there. siblings: beside each guess; steps that verify those run in pieces."""
@@ -133,13 +135,30 @@ class MixedGraphs:
         return self._captured.setdefault(key, _Captured(packed, pieces, batch))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Replay what the step's size has: one graph, or pieces around attention; they are captured first if they are not yet."""
+        """Replay what the step's size has: one graph, or pieces around attention; they are captured first if they are not yet.
+
+        Raises `Unsupported` for a size that there was no memory for: all of its steps have to run eagerly.
+        """
         if self._capture_whole is not None and self._may_be_whole(step, batch):
             try:
-                return self._replay(self.provide(GraphKey(step.run.size, True, step.decode_len)), step, batch)
+                return self._replay(self._needed(GraphKey(step.run.size, True, step.decode_len)), step, batch)
             except Unsupported as error:
                 _log.debug("attention runs between graphs: %s", error)
-        return self._replay(self.provide(GraphKey(step.run.size, whole=False)), step, batch)
+        return self._replay(self._needed(GraphKey(step.run.size, whole=False)), step, batch)
+
+    def _needed(self, key: GraphKey) -> _Captured:
+        """As `provide`. What there is no memory for is tried once."""
+        if key in self._too_large:
+            raise Unsupported(f"there was no memory to capture steps of {key.size} tokens")
+        try:
+            return self.provide(key)
+        except torch.OutOfMemoryError as error:
+            if self._parts.joined is not None:  # others have captured it
+                raise
+            how = "with their attention between graphs" if key.whole else "eagerly"
+            _log.warning("steps of %d tokens run %s from now on: %s", key.size, how, error)
+            self._too_large.add(key)
+            raise Unsupported(str(error)) from error
 
     def _may_be_whole(self, step: StepInput, batch: ForwardBatch) -> bool:
         prompts = batch.kv_lens_cpu.numpy()[step.num_decode :]

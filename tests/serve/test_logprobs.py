@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from enginery.contracts.request import TokenLogprob
-from enginery.serve.api import served_model, service
+from enginery.serve.api import choices, served_model, service
 from enginery.serve.api.logprobs import LegacyLayout, chat_logprobs
 from enginery.text.tokenizer import Tokenizer as Ours
 
@@ -96,3 +96,25 @@ def test_the_text_of_a_prompt_of_tokens_is_made_once_for_all_its_choices(with_se
         assert texts.count(tuple(ids)) == 1
 
     with_server(scenario)
+
+
+def test_a_long_prompt_with_its_log_probabilities_is_laid_out_apart_from_the_event_loop_in_a_stream_too(with_server, monkeypatch):
+    """Else all other streams wait for it. The order of the parts stays."""
+    lay_out, threads = LegacyLayout.lay_out, []
+
+    def noting(layout, token_ids, logprobs, **how):
+        threads.append((len(token_ids), threading.current_thread() is threading.main_thread()))
+        return lay_out(layout, token_ids, logprobs, **how)
+
+    async def scenario(live):
+        monkeypatch.setattr(LegacyLayout, "lay_out", noting)
+        response = await live.complete(list(range(3, 9)), echo=True, logprobs=1, max_tokens=4, stream=True, ignore_eos=True)
+        parts = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        offsets = [place for part in parts for place in part["choices"][0]["logprobs"]["text_offset"]]
+        assert len(offsets) == 10
+        assert offsets == sorted(offsets)
+
+    monkeypatch.setattr(choices, "_INLINE_TOKENS", 5)
+    with_server(scenario)
+    assert [is_on_loop for count, is_on_loop in threads if count > 5] == [False]
+    assert all(is_on_loop for count, is_on_loop in threads if count <= 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from enginery.text.tokenizer import Tokenizer
 ChoiceT = TypeVar("ChoiceT")
 PromptLogprobs = Sequence[TokenLogprob | None]
 TOOL_CALLS: Final = "tool_calls"
+_INLINE_TOKENS: Final = 500  # some 5 ms with the likeliest of each
 _log: Final = logging.getLogger(__name__)
 
 
@@ -255,7 +257,7 @@ async def stream_events(deltas: AsyncGenerator[ChoiceDelta, None], layout: Event
                     for event in layout.begin():
                         yield event
                 layout.tally.add(delta)
-                for event in layout.feed(delta):
+                for event in await _told(delta, layout):
                     yield event
     except Exception as error:
         if not started:
@@ -268,6 +270,12 @@ async def stream_events(deltas: AsyncGenerator[ChoiceDelta, None], layout: Event
         last = layout.end()
     for event in last:
         yield event
+
+
+async def _told(delta: ChoiceDelta, layout: EventLayout) -> Iterable[bytes]:
+    """The events that tell one delta; those of a long prompt are made on a thread, as other streams would wait for them."""
+    events = layout.feed(delta)
+    return await asyncio.to_thread(list, events) if len(delta.prompt_logprobs or ()) > _INLINE_TOKENS else events
 
 
 @dataclass(frozen=True, kw_only=True)

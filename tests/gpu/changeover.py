@@ -12,9 +12,9 @@ import sys
 import time
 
 from engine.draft_models import asking
-from enginery.contracts.batch import Phase
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Phase
 from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry

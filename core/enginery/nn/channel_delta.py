@@ -16,13 +16,14 @@ from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape
 from enginery.nn.attention import take_out
-from enginery.nn.recurrent import recurrent_facts
+from enginery.nn.recurrent import recurrent_facts, take_conv
 
 
 class KimiDeltaAttention:
     """Queries, keys and values pass a convolution; the output's norm is gated by a sigmoid.
 
     The decay is a product of x, `f_proj`, and so is the gate, `g_proj`; or both have low rank: `f_a_proj`, `f_b_proj`, and so on.
+    Their convolutions are apart, `q_conv1d` and so on, or one, `conv1d`.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class KimiDeltaAttention:
         self._take_projections(weights, hidden, whole, rank, dim=dim)
         self.widen = None if rank is None else context.ops.bind_linear(self._widening(weights, whole, rank, dim=dim), None)
         taps, own = (whole, 1, facts.conv_kernel), weights.share(of.value_heads)
-        conv = torch.empty(3, len(own) * dim, facts.conv_kernel, dtype=context.dtype, device=context.device)  # of q, k, v
-        for part, name in zip(conv, "qkv", strict=True):
-            part[:] = weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim).squeeze(1)
+        if weights.has("conv1d.weight"):
+            conv = take_conv(weights, "conv1d", of)[0]
+        else:
+            parts = [weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim) for name in "qkv"]
+            conv = torch.cat(parts).squeeze(1)
         recurrent = RecurrentWeights(
-            conv=conv.flatten(0, 1),
+            conv=conv,
             a_log=weights.take("A_log", decay_shape, dtype=torch.float32).flatten()[own.start : own.stop],
             dt_bias=weights.take("dt_bias", (whole,), dtype=torch.float32, cut=Cut.ROWS, unit=dim).view(-1, dim),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +25,11 @@ from enginery.worker.weights.store import Slice
 WORST: Final = 1.25  # of one rank's distance from float64
 
 
-def tensors_asked_for(family: ModelSpec, config: Mapping[str, Any], reader: FormatReader | None) -> dict[str, Slice]:
-    """Every tensor of the checkpoint that a single rank takes something of, by its name."""
-    record = needed_weights(family, config, torch.float32, reader=reader, kept=REFERENCE_SCHEMES)
+def tensors_asked_for(
+    family: ModelSpec, config: Mapping[str, Any], reader: FormatReader | None, *, names: Collection[str] = ()
+) -> dict[str, Slice]:
+    """Every tensor of the checkpoint that a single rank takes something of, by its name. names: of all that it has."""
+    record = needed_weights(family, config, torch.float32, reader=reader, kept=REFERENCE_SCHEMES, names=names)
     return {source.name: source for piece in record.pieces for part in piece.slices for source in part.sources}
 
 
@@ -38,13 +40,12 @@ class FolderModel:
         if not list(folder.glob("*.safetensors")):
             raise SkippedCheck("the folder has no weights, of which ranks could have their parts")
         registry = Registry.load()
-        self._config, (offer, _) = config, registry.find_model(config)
-        self._family, self._reader = offer.spec, None
+        self._config, self._family, self._reader = config, registry.find_model(config)[0].spec, None
         stored = unstack(scan_checkpoint(folder), self._family.stacked_weights)
         if (stated := stated_quantization(config)) is not None:
             needs = FormatNeeds(config=stated, device="cpu", dtype="float32")
             self._reader = FormatReader.load(choose_format(stated, registry.offers(WeightFormatSpec), needs)[0], stated, stored)
-        asked = tensors_asked_for(self._family, config, self._reader)
+        asked = tensors_asked_for(self._family, config, self._reader, names=stored.keys())
         self._tensors = {name: torch.empty(part.whole, dtype=READABLE[stored[name].dtype]) for name, part in asked.items()}
         read_tensors(self._tensors.items(), stored, torch.device("cpu"))
 
@@ -102,8 +103,7 @@ def _compare_ranks(several: Sequence[RankAnswer], one: torch.Tensor, truth: torc
     if not theirs <= WORST * own + 1e-6:
         raise BrokenRule(f"{len(several)} ranks are {theirs:.1e} from float64, one rank {own:.1e}", Fault.NUMBERS)
     if not all(torch.equal(several[0].hidden, other.hidden) for other in several):
-        said = f"hidden states of {len(several)} ranks differ: something is not summed, or summed twice"
-        raise BrokenRule(said, Fault.NUMBERS)
+        raise BrokenRule(f"hidden states of {len(several)} ranks differ: something is not summed, or summed twice", Fault.NUMBERS)
 
 
 def pipeline_stages(folder: Path, config: Mapping[str, Any], ids: Sequence[int]) -> None:

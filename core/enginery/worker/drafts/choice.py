@@ -118,8 +118,8 @@ def is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> 
     if (model := spec.model) is None:
         return False
     try:
-        needed = needed_weights(model, config, torch.float32).pieces
         stored = unstack(scan_checkpoint(folder), model.stacked_weights)
+        needed = needed_weights(model, config, torch.float32, names=stored.keys()).pieces
     except CheckpointError:
         return False
     return all(source.name in stored for piece in needed for part in piece.slices for source in part.sources)

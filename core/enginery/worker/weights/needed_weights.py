@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -41,12 +41,13 @@ def needed_weights(
     reader: FormatReader | None = None,
     kept: Mapping[str, frozenset[Scheme]] = MappingProxyType({}),
     parallel: ParallelFacts = WHOLE,
+    names: Collection[str] = (),
 ) -> WeightRecord:
     """The record of a build in `dtype`. reader, kept: see `RankSetting`; by default every piece is plain numbers.
 
-    parallel: the part that is built; by default all of the model.
+    parallel: the part that is built; by default all of the model. names: of the checkpoint's tensors, see `WeightSource.has`.
     """
-    record, ops, facts = WeightRecord(dtype), reference_ops(), family.describe(config)
+    record, ops, facts = WeightRecord(dtype, names=names), reference_ops(), family.describe(config)
     comm, socket, meta, stage = SingleRank(ops), LayerSocket(None), torch.device("meta"), stage_of(facts, parallel)
     setting = RankSetting(ops=ops, comm=comm, parallel=parallel, reader=reader, kept=kept)
     context = ModelContext(

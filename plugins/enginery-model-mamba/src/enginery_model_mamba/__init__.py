@@ -26,10 +26,11 @@ def stacked(names: ExpertNames) -> dict[str, tuple[str, ...]]:
     }
 
 
-STACKED = {
+STACKED: dict[str, dict[str, tuple[str, ...]]] = {
     "granite-hybrid": hybrids.STACKED | stacked(hybrids.EXPERTS),
     "jamba": stacked(jamba.EXPERTS),
     "lfm2-moe": stacked(lfm2.EXPERTS),
+    "nemotron-h": nemotron.STACKED,
 }
 
 

@@ -23,7 +23,22 @@ from enginery.api import (
 from enginery_model_bailing.spec import ring
 
 # transformers stores the last product of either attention as `dense`; the hub's files have `o_proj` in recurrent layers.
-STACKED: Final = ring.STACKED | {".attention.dense.weight": (".attention.o_proj.weight",)}
+STACKED: Final = (
+    ring.STACKED
+    | {".attention.dense.weight": (".attention.o_proj.weight",)}
+    # As transformers has them in memory: the convolutions of q, k and v are one there.
+    | {
+        "model.embed_tokens.weight": ("model.word_embeddings.weight",),
+        **{f".self_attn.forget_gate.{name}": (f".attention.{name}",) for name in ("f_proj.weight", "A_log", "dt_bias")},
+        **{
+            f".self_attn.{name}.weight": (f".attention.{name}.weight",)
+            for name in (
+                *("q_proj", "k_proj", "v_proj", "b_proj", "g_proj", "o_norm", "o_proj", "conv1d"),
+                *("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
+            )
+        },
+    }
+)
 
 # What other families call otherwise, as transformers writes it, and as the hub's files have it.
 ALIASES: Final = {

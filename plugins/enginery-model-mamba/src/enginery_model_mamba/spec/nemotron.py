@@ -62,7 +62,11 @@ DEFAULTS: Final[dict[str, Any]] = {
     "topk_group": 1,
     "norm_topk_prob": True,
 }
-NAMES: Final = {"model.embed_tokens": "backbone.embeddings", "model.layers": "backbone.layers", "model.norm": "backbone.norm_f"}
+NAMES: Final = {"model.embed_tokens": "embeddings", "model.layers": "layers", "model.norm": "norm_f"}  # below the stem
+# How transformers 5 has a layer's experts in memory
+STACKED: Final[dict[str, tuple[str, ...]]] = {
+    f".mixer.experts.{name}": (f".mixer.experts.{{}}.{name}.weight",) for name in ("up_proj", "down_proj")
+}
 MIXER, ATTENTION, MLP, EXPERTS = "mamba", "attention", "mlp", "moe"
 KINDS: Final = {
     "mamba": MIXER,
@@ -147,7 +151,9 @@ def build(context: ModelContext) -> Model:
         block = _block(context, own, shape=shape, config=config, index=index, kind=each[index])
         return OneBlockLayer(context, norm, eps=eps, block=block, behind_mlp=behind_mlp)
 
-    return HybridDecoder(context, shape(context.config), layer=layer, names=NAMES, rotates=False)
+    stem = "model" if context.weights.has("model.embeddings.weight") else "backbone"  # in memory of transformers 5, or on the hub
+    names = {name: f"{stem}.{own}" for name, own in NAMES.items()}
+    return HybridDecoder(context, shape(context.config), layer=layer, names=names, rotates=False)
 
 
 def _block(

@@ -204,6 +204,14 @@ def test_attention_and_mlp_biases_are_read(registry: Registry, write_oracle: Cal
         assert_greedy(oracle, generate(Engine.build(options(oracle), registry), some), some)
 
 
+@pytest.mark.parametrize("strategy", PrefillStrategy)
+def test_values_may_be_wider_than_keys(registry: Registry, write_oracle: Callable[..., Oracle], strategy: PrefillStrategy) -> None:
+    oracle = write_oracle("latent-wide", DeepseekV2Config(**latent_shape(q_lora_rank=48) | {"v_head_dim": 32}))
+    asked = options(oracle, mla_prefill=str(strategy), mla_chunk_tokens=CHUNK_TOKENS, max_batch_tokens=16)
+    for prompt in oracle.prompts[3:5]:
+        torch.testing.assert_close(last_logits(registry, asked, prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
 def test_half_precision_stays_close_in_every_strategy(latent_oracle: Oracle, asked: Callable[..., EngineOptions]) -> None:
     registry = Registry.load(blocked=("ops-cpu",))
     prompt = latent_oracle.prompts[5]

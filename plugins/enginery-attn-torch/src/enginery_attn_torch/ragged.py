@@ -85,12 +85,18 @@ def _attend(
     for each in ranges:
         rows, keys, values = (part.transpose(0, 1) for part in (q[each.rows], k[each.keys], v[each.keys]))  # [H, S or L, D or V]
         if lse is None:
-            wide = F.pad(values, (0, keys.shape[-1] - values.shape[-1]))  # torch's fused kernels want them equally wide
-            attended = F.scaled_dot_product_attention(rows[None], keys[None], wide[None], attn_mask=each.seen, scale=scale)[0]
+            width = max(keys.shape[-1], values.shape[-1])  # torch's fused kernels want them equally wide
+            q_wide, k_wide, v_wide = (_widened(part, width)[None] for part in (rows, keys, values))
+            attended = F.scaled_dot_product_attention(q_wide, k_wide, v_wide, attn_mask=each.seen, scale=scale)[0]
             out[each.rows] = attended[..., : values.shape[-1]].transpose(0, 1)
         else:
             attended, sums = _with_lse(rows, keys, values, each.seen, scale=scale)
             out[each.rows], lse[each.rows] = attended.transpose(0, 1).to(out.dtype), sums.transpose(0, 1)
+
+
+def _widened(part: torch.Tensor, width: int) -> torch.Tensor:
+    """[.., width], with zeros at the end."""
+    return part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1]))
 
 
 def _with_lse(

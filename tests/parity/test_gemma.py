@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, GemmaConfig
 
 import enginery_model_gemma
+from enginery.checkpoint.files import scan_checkpoint
 from enginery.config.schema import EngineOptions
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -90,6 +92,36 @@ def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: 
     prompt = list(range(5, 45))
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt])).logits[0, -1]
+    asked = EngineOptions(model=str(tmp_path), dtype="float32", device="cpu", num_pages=200)
+    torch.testing.assert_close(last_logits(registry, asked, prompt), wanted, atol=1e-4, rtol=0)
+
+
+def gemma_beside_images(folder: Path, *, tied: bool) -> Gemma3ForConditionalGeneration:
+    """Written as transformers writes it, in the hub's names."""
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    text = GEMMAS["gemma3"].to_dict() | {"tie_word_embeddings": tied}
+    config = Gemma3Config(text_config=text, vision_config=sizes, mm_tokens_per_image=4, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("said", [{"text": False, "outer": False}, {"text": True, "outer": True}, {"outer": False}])
+def test_a_head_that_was_trained_beside_the_embedding_is_the_head(
+    registry: Registry, tmp_path: Path, said: dict[str, bool]
+) -> None:
+    """Its name is `language_model.lm_head` on the hub. Where it is said to be tied, it is untied by its values."""
+    gemma_beside_images(tmp_path, tied=False)
+    assert "language_model.lm_head.weight" in scan_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part, key in ((config, "outer"), (config["text_config"], "text")):
+        del part["tie_word_embeddings"]
+        part |= {"tie_word_embeddings": said[key]} if key in said else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = list(range(5, 45))
+    with torch.inference_mode():
+        wanted = Gemma3ForConditionalGeneration.from_pretrained(tmp_path).eval()(torch.tensor([prompt])).logits[0, -1]
     asked = EngineOptions(model=str(tmp_path), dtype="float32", device="cpu", num_pages=200)
     torch.testing.assert_close(last_logits(registry, asked, prompt), wanted, atol=1e-4, rtol=0)
 

@@ -5,17 +5,19 @@ where it has other values.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import test_gemma, test_hybrids, test_mamba
-from parity.engine_driver import drain, greedy, options
+from parity import test_gemma, test_hybrids, test_llama_relatives, test_mamba
+from parity.engine_driver import assert_last_logits, assert_ranks, drain, greedy, options
 from parity.oracle import FAMILIES as EVERY_FAMILY
 from parity.oracle import NUM_GREEDY, Oracle
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
+from enginery.checkpoint.files import scan_checkpoint
 from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
@@ -81,6 +83,55 @@ def test_a_stored_head_that_is_not_the_embedding_is_the_head_as_in_transformers(
         engine.close()
     assert found == reference.continue_greedily(prompt, NUM_GREEDY, found)
     assert found != oracle.continue_greedily(prompt, NUM_GREEDY, found)
+
+
+ONE_NAME = {
+    "llama-tied": EVERY_FAMILY["llama-tied"],
+    "lfm2": test_mamba.FAMILIES["lfm2"],
+    "phi3-long": test_llama_relatives.RELATIVES["phi3-long"],  # of which another matrix has the embedding's shape
+}
+
+
+@pytest.mark.parametrize("name", sorted(ONE_NAME))
+def test_an_embedding_that_is_stored_as_the_head_alone_is_found(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """As accelerate's `save_model` leaves a tied one."""
+    oracle = write_oracle(name, ONE_NAME[name])
+    shutil.copy(oracle.folder / "config.json", tmp_path)
+    save_model(oracle.model, str(tmp_path / "model.safetensors"))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} & scan_checkpoint(tmp_path).keys() == {"lm_head.weight"}
+    copy = Oracle(tmp_path, oracle.model)
+    assert_last_logits(copy, registry, oracle.prompts[1:2])
+    assert_ranks(copy, oracle.prompts[1], tensor_size=2, num_stages=2)
+    assert not any("is not the embedding" in told for told in caplog.messages)
+
+
+def test_a_model_without_a_head_has_shorter_names(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
+    """As models that embed are stored, Qwen3-Embedding too, of which config.json names the class with a head."""
+    oracle = write_oracle("llama-tied", EVERY_FAMILY["llama-tied"])
+    oracle.model.model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in scan_checkpoint(tmp_path)
+    shutil.copy(oracle.folder / "config.json", tmp_path)
+    copy = Oracle(tmp_path, oracle.model)
+    assert_last_logits(copy, registry, oracle.prompts[1:2])
+    assert_ranks(copy, oracle.prompts[1], tensor_size=2, num_stages=2)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+def test_beside_a_model_for_images_the_outer_tie_is_the_heads(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, name: str
+) -> None:
+    """transformers 5 writes both, and the inner one by its default where only the outer one was known."""
+    text = test_gemma.GEMMAS[name] if name == "gemma3" else test_hybrids.HYBRIDS[name]
+    config = {**text.to_dict(), "tie_word_embeddings": True}
+    oracle = write_oracle(f"{name}-tied", type(text)(**config))
+    stated = json.loads((oracle.folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    whole = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration"}[name]
+    outer = {"architectures": [whole], "tie_word_embeddings": True, "text_config": stated}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
+    assert_last_logits(Oracle(tmp_path, oracle.model), registry, oracle.prompts[1:2])
 
 
 def write_untied(oracle: Oracle, folder: Path) -> str:

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,8 +36,10 @@ READABLE: Final = PLAIN | {  # what is not plain is read where a format, or a mo
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_HEAD, _SINGLE = "lm_head.weight", "model.safetensors"
+_SINGLE: Final = "model.safetensors"
+_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")  # Gemma 3 has the other, beside a model for images
 _TIES: Final = ("tie_word_embeddings", "tie_embedding")  # LFM2 has the other
+_NO_EMBEDDING: Final = re.compile(r"head|\.\d+\.")
 _COMPARED_BYTES: Final = 8 << 20
 _log: Final = logging.getLogger(__name__)
 
@@ -109,20 +112,28 @@ def dtype_of_most(folder: Path) -> str | None:
 def with_own_head(config: Mapping[str, object], folder: Path, *, warns: bool) -> dict[str, object]:
     """config.json; not tied where the files hold a head of other values than the embedding, as in transformers. warns: says so."""
     within = text if isinstance(text := config.get("text_config"), Mapping) else {}
-    said = [value for key in _TIES if (value := {**config, **within}.get(key)) is not None]
+    said = _said_of_ties(config, within)
     if (said and not any(said)) or (head := _own_head(folder)) is None:
         return dict(config)
     if said and warns:
-        _log.warning("%s in %s is not the embedding, though config.json ties them; it is the head", _HEAD, head.file)
+        _log.warning("lm_head.weight in %s is not the embedding, though config.json ties them; it is the head", head.file)
     untied = dict.fromkeys(_TIES, False)
     return {**config, **untied} | ({"text_config": {**within, **untied}} if within else {})
 
 
+def _said_of_ties(config: Mapping[str, object], within: Mapping[str, object]) -> list[object]:
+    """Where config.json says it twice, the outer value."""
+    found = [config[key] if config.get(key) is not None else within.get(key) for key in _TIES]
+    return [value for value in found if value is not None]
+
+
 def _own_head(folder: Path) -> StoredTensor | None:
-    """The head that the files hold; None where it is the embedding, which is what else has its shape and is no head."""
-    stored = dict(scan_checkpoint(folder)) if any(folder.glob("*.safetensors")) else {}
-    head = stored.pop(_HEAD, None)
-    equal = [_equal(head, each) for name, each in stored.items() if head and each.shape == head.shape and "head" not in name]
+    """The head that the files hold; None where it is the embedding, which is what else has its shape, outside of layers."""
+    stored = scan_checkpoint(folder) if any(folder.glob("*.safetensors")) else {}
+    head = next((stored[name] for name in _HEADS if name in stored), None)
+    if head is None:
+        return None
+    equal = [_equal(head, each) for name, each in stored.items() if each.shape == head.shape and not _NO_EMBEDDING.search(name)]
     return head if equal and not any(equal) else None
 
 

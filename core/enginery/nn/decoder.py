@@ -182,12 +182,23 @@ def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderS
     return summed_early(context, DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp))
 
 
+def _names(weights: WeightSource, shape: DecoderShape) -> tuple[str, str]:
+    """What the names of layers and last norm begin with, and the embedding's module."""
+    stem = f"{shape.stem}."
+    if weights.has(f"{shape.embedding}.weight") and not weights.has(f"{stem}{shape.embedding}.weight"):
+        stem = ""  # of a model that was saved without a head, as those that embed are
+    embedding = f"{stem}{shape.embedding}"
+    if shape.tied and weights.has("lm_head.weight") and not weights.has(f"{embedding}.weight"):
+        embedding = "lm_head"  # of two names for one tensor, `safetensors.torch.save_model` keeps the first
+    return stem, embedding
+
+
 class Decoder:
     """Embedding, layers, last norm, head: those of one pipeline stage. Implements `enginery.contracts.model.Model` and `Tapped`."""
 
     def __init__(self, context: ModelContext, shape: DecoderShape, *, layer: LayerFactory = dense_layer) -> None:
         weights, stage = context.weights, context.stage
-        embedding = f"{shape.stem}.{shape.embedding}"
+        stem, embedding = _names(weights, shape)
         self.eps, self.embed, self.stage, self.comm = shape.rms_eps, context.ops.embed, stage, context.comm
         self.logit_cap, self.embedding_scale, self.taps = shape.logit_cap, 1.0, context.taps
         if shape.embedding_scale is not None:  # rounded, as transformers rounds it
@@ -195,12 +206,12 @@ class Decoder:
         self.embedding: torch.Tensor | None = None
         if stage.is_first:
             self.embedding = weights.take(f"{embedding}.weight", (shape.vocab_size, shape.hidden_size))
-        below = weights.scope(f"{shape.stem}.layers")
+        below = weights.scope(f"{stem}layers")
         self.layers = [layer(context, below.scope(str(index)), shape=shape, index=index) for index in stage.layers]
         self.norm: torch.Tensor | None = None
         self.head: Linear | None = None
         if stage.is_last:
-            self.norm = take_norm(weights, f"{shape.stem}.norm", shape.hidden_size, offset=shape.norm_offset)
+            self.norm = take_norm(weights, f"{stem}norm", shape.hidden_size, offset=shape.norm_offset)
             head = LinearShape(
                 names=(embedding if shape.tied else "lm_head",),
                 rows=(shape.vocab_size,),

@@ -11,7 +11,7 @@ FAMILIES = {
 # Of the model for images, in both layouts, and the head, which programs for training store beside the embedding that it is.
 IGNORED = (
     *("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
-    *("lm_head.weight", "language_model.lm_head.weight"),
+    "lm_head.weight",
 )
 
 
@@ -26,6 +26,7 @@ def register_models() -> list[ModelSpec]:
             describe=describe,
             build=build,
             ignored_weights=IGNORED,
+            stacked_weights={"language_model.lm_head.weight": ("lm_head.weight",)},
             lanes=True,
         )
         for name, architectures in FAMILIES.items()

@@ -15,5 +15,5 @@ STEMS: Final = ("language_model.model", "model.language_model", "model")  # the 
 def build_decoder(context: ModelContext) -> Model:
     """A Gemma 2 or 3 from its weights, by the names that the files have; config.json does not tell them apart."""
     decoder = shape(context.config)
-    stems = (stem for stem in STEMS if context.weights.has(f"{stem}.{decoder.embedding}.weight"))
+    stems = (stem for stem in STEMS if context.weights.has(f"{stem}.norm.weight"))
     return Decoder(context, dataclasses.replace(decoder, stem=next(stems, decoder.stem)))

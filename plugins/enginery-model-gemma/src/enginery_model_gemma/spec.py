@@ -59,7 +59,8 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     architectures, stem = config["architectures"], "model"
     is_first, is_third = "GemmaForCausalLM" in architectures, "Gemma2ForCausalLM" not in architectures
     if "text_config" in config:
-        config, stem = {**BESIDE_IMAGES, **config["text_config"]}, "language_model.model"
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}  # the head is that of both
+        config, stem = {**BESIDE_IMAGES, **config["text_config"], **outer}, "language_model.model"
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
     bias = bool(config.get("attention_bias", False))

@@ -23,7 +23,7 @@ def build_decoder(context: ModelContext) -> Model:
     decoder = shape(context.config)
     if not is_next(context.config):
         return Decoder(context, decoder, layer=expert_layer)
-    stems = (stem for stem in STEMS if context.weights.has(f"{stem}.{decoder.embedding}.weight"))
+    stems = (stem for stem in STEMS if context.weights.has(f"{stem}.norm.weight"))
     return Decoder(context, dataclasses.replace(decoder, stem=next(stems, decoder.stem)), layer=hybrid_layer)
 
 

@@ -52,10 +52,11 @@ def is_next(config: Mapping[str, Any]) -> bool:
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the text model, where it stands beside one for images."""
+    """What config.json says of the text model, where it stands beside one for images. The head is that of both."""
     if "text_config" not in config:
         return config
-    return {**config, **config["text_config"], "architectures": config["architectures"]}
+    outer = ("architectures", "tie_word_embeddings")
+    return {**config, **config["text_config"], **{key: config[key] for key in outer if config.get(key) is not None}}
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:

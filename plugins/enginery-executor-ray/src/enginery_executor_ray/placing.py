@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from enginery.api import Death, EnginError, Joining, LaunchPlan, RunningRanks
+from enginery_executor_ray.address import reach
 
 _PLACE_S: Final = 120.0  # until Ray has room; an autoscaling cluster may start a node for it
 _SOON_S: Final = 5.0  # then it is said that there is none yet
@@ -197,23 +196,9 @@ def _connect() -> None:
     if ray.is_initialized():
         return
     try:
-        _reach(os.environ.get("RAY_ADDRESS", ""))
+        reach(os.environ.get("RAY_ADDRESS", ""), _REACH_S, look_s=_LOOK_S)
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
     except (OSError, RuntimeError, ValueError) as error:
         raise EnginError(
             f"there is no Ray cluster to put ranks on ({error}); start one by `ray start --head`, or set RAY_ADDRESS"
         ) from error
-
-
-def _reach(address: str) -> None:
-    """Raise `OSError` where nobody listens: Ray would try for ever. Of an address that is no HOST:PORT Ray knows more."""
-    found = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address)
-    end_s = time.monotonic() + _REACH_S
-    while found is not None:
-        try:
-            socket.create_connection((found[1], int(found[2])), timeout=_REACH_S).close()
-            break
-        except (OSError, OverflowError) as error:
-            if time.monotonic() > end_s:
-                raise OSError(f"nothing has answered at RAY_ADDRESS {address} for {_REACH_S:g} s: {error}") from error
-            time.sleep(_LOOK_S)

@@ -325,29 +325,6 @@ def test_arguments_that_cannot_be_are_refused_by_name(given: dict[str, object], 
 
 
 @pytest.mark.usefixtures("with_ray")
-def test_arguments_are_options_and_true_and_false_are_switches() -> None:
-    """A file of Ray Serve's has numbers and booleans; a command line has words."""
-    from enginery_executor_ray.serving import options_of
-
-    given = {"tp": 2, "ep": "true", "prefix_cache": False, "model": "m"}
-    assert options_of(given) == ["--tp=2", "--ep", "--no-prefix-cache", "--model=m"]
-    off = {"ep": False, "no_plugins": "false", "check-attention": False, "revision": None, "no_such": False}
-    assert options_of({**off, "allow_origin": ["a", "b"]}) == ["--no-no-such", "--allow-origin=a", "--allow-origin=b"]
-
-
-@pytest.mark.usefixtures("with_ray")
-def test_switches_that_are_left_out_are_those_that_cannot_be_turned_off() -> None:
-    """By the page of all options."""
-    from enginery_executor_ray.serving import _ON_ALONE
-
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    for name in _ON_ALONE:
-        flag = name.replace("_", "-")
-        assert f"`--{flag}`" in page
-        assert f"--no-{flag}" not in page
-
-
-@pytest.mark.usefixtures("with_ray")
 def test_metrics_that_are_refused_are_not_none_at_all() -> None:
     """Ray would think that nobody asks anything of this engine, and end it."""
     from enginery_executor_ray.serving import Engine

@@ -34,21 +34,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-_OWN: Final = {  # by name, what each is unless given, and what it is at least
-    "min_replicas": (1, 1),
-    "max_replicas": (1, 1),
-    "target_requests": (64, 1),
-    "upscale_delay_s": (10, 0),
-    "downscale_delay_s": (600, 0),
-    "gpus": (0, 0),
-}
-_REFUSED: Final = frozenset(  # Ray's proxy and its replicas are in their place
-    {"host", "port", "uds", "dp", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile"}
-)
-_ON_ALONE: Final = frozenset(  # switches of `engine serve` that have no --no- form
-    {"check_attention", "ep", "micro_batches", "no_plugins", "trust_request_chat_template", "wait_for_kernels"}
-)
-_KEYS: Final = "ENGINERY_API_KEY"  # which this module does not have, and needs for the metrics
+from enginery_executor_ray.arguments import environ_of, options_of, own_and_flags
+
 _ROUTERS: Final = (  # the first has the name that Ray promises, but some of its versions import vLLM there
     "ray.serve.llm.request_router",
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router",
@@ -101,8 +88,7 @@ class Engine:
 
     def __init__(self, flags: Mapping[str, object]) -> None:
         self._is_over = False
-        environ = {name: value for name, value in os.environ.items() if name != _KEYS}
-        environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        environ = environ_of(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         tied = [sys.executable, "-P", "-m", "enginery_executor_ray.tied"]
         self._server = subprocess.Popen(
             [*tied, "enginery", "serve", "--host=127.0.0.1", "--port=0", *options_of(flags)],
@@ -272,32 +258,16 @@ def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     return min(max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas), {}
 
 
-def options_of(flags: Mapping[str, object]) -> list[str]:
-    """As a command line has them: of a switch the value is true or false. A list repeats its option, and null is nothing."""
-    given = [(name, each) for name, value in flags.items() for each in (value if isinstance(value, list | tuple) else (value,))]
-    switches = {"true": "--{}", "false": "--no-{}"}
-    return [
-        switches.get(str(value).lower(), "--{}={}").format(name.replace("_", "-"), value)
-        for name, value in given
-        if value is not None and not (name.replace("-", "_") in _ON_ALONE and str(value).lower() == "false")
-    ]
-
-
 def application(args: Mapping[str, object]) -> serve.Application:
     """args: options of `engine serve` by name, and of the application: min_replicas, max_replicas, target_requests (of an engine),
     upscale_delay_s and downscale_delay_s (how long as many have to be wanted), gpus (of each engine).
 
-    Raises `ValueError` for options whose place Ray takes, and for numbers that cannot be.
+    Raises `ValueError` for options whose place Ray takes, and for values that cannot be.
     """
-    if refused := _REFUSED & {name.replace("-", "_") for name in args}:
-        raise ValueError(f"{', '.join(sorted(refused))}: Ray Serve listens, and has the replicas; set this there, or leave it out")
-    own = {name: _whole(name, args.get(name, default), at_least) for name, (default, at_least) in _OWN.items()}
-    if "max_replicas" in args and own["max_replicas"] < own["min_replicas"]:
-        raise ValueError(f"max_replicas is {own['max_replicas']}, but min_replicas {own['min_replicas']}; give no fewer")
-    flags = {name: value for name, value in args.items() if name not in _OWN}
+    own, flags = own_and_flags(args)
     scaling = AutoscalingConfig(
         min_replicas=own["min_replicas"],
-        max_replicas=max(own["min_replicas"], own["max_replicas"]),
+        max_replicas=own["max_replicas"],
         initial_replicas=own["min_replicas"],
         target_ongoing_requests=own["target_requests"],
         metrics_interval_s=_METRICS_S,
@@ -315,13 +285,6 @@ def application(args: Mapping[str, object]) -> serve.Application:
         request_router_config=_router(),
     )
     return Front.bind(engines.bind(flags))  # type: ignore[attr-defined]
-
-
-def _whole(name: str, given: object, at_least: int) -> int:
-    number = int(str(given)) if re.fullmatch(r"\d+", str(given)) else -1
-    if number < at_least:
-        raise ValueError(f"{name} is {given!r}, but must be a whole number from {at_least} on")
-    return number
 
 
 def _router() -> RequestRouterConfig:

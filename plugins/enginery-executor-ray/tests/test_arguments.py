@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from enginery_executor_ray.arguments import ON_ALONE, OR_OFF, SWITCHES, environ_of, options_of, own_and_flags
+from enginery_executor_ray.arguments import ON_ALONE, OR_OFF, SWITCHES, environ_of, number_on_node, options_of, own_and_flags
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
 
@@ -63,6 +63,29 @@ def test_variables_of_what_is_refused_do_not_reach_an_engine() -> None:
     refused = {"ENGINERY_API_KEY": "k", "ENGINERY_API_KEY_FILE": "f", "ENGINERY_DP": "2", "ENGINERY_SSL_CERTFILE": "c"}
     kept = {"ENGINERY_MODEL": "m", "PORT": "1", "PATH": "p"}
     assert environ_of({**refused, **kept}) == kept
+
+
+@pytest.mark.parametrize(
+    ("more", "apart"), [({}, 2), ({"max_replicas": 4}, 8), ({"max_replicas": "2", "dp_attention": 2}, 8), ({"min_replicas": 3}, 6)]
+)
+def test_replicas_on_a_node_have_ports_of_kv_events_that_do_not_meet(more: dict[str, object], apart: int) -> None:
+    """Those that a redeploy ends are still there when the next begin."""
+    events = {"kv_events": "tcp://*:5600", **more}
+    own_and_flags({**events, "kv_events_replay": f"tcp://*:{5600 + apart}"})
+    with pytest.raises(ValueError, match=f"kv_events tcp://.*:5600 and kv_events_replay .*; name ports {apart} apart"):
+        own_and_flags({**events, "kv_events_replay": f"tcp://*:{5600 + apart - 1}"})
+
+
+def test_numbers_on_a_node_are_the_lowest_that_are_free() -> None:
+    events = "tcp://*:5600/" + "long" * 50
+    (first, one), (second, two) = number_on_node(events), number_on_node(events)
+    other, three = number_on_node("tcp://*:5700")
+    assert (first, second, other) == (0, 1, 0)
+    one.close()
+    again, four = number_on_node(events)
+    assert again == 0
+    for each in (two, three, four):
+        each.close()
 
 
 def test_options_are_of_the_kinds_that_the_page_of_all_options_says() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -41,6 +44,7 @@ def own_and_flags(args: Mapping[str, object]) -> tuple[dict[str, int], dict[str,
     if own["max_replicas"] < own["min_replicas"]:
         raise ValueError(f"max_replicas is {own['max_replicas']}, but min_replicas {own['min_replicas']}; give no fewer")
     _check_names(options_of(given))
+    _check_ports(given, own["max_replicas"])
     return own, given
 
 
@@ -88,3 +92,29 @@ def _whole(name: str, given: object, at_least: int) -> int:
     if number < at_least:
         raise ValueError(f"{name} is {given!r}, but must be a whole number from {at_least} on")
     return number
+
+
+def _check_ports(flags: Mapping[str, object], replicas: int) -> None:
+    """A redeploy may have twice as many of them on a node for a while, each with a number, which its ports are higher by."""
+    lanes = str(flags.get("dp_attention", 1))
+    needed = 2 * replicas * (int(lanes) if lanes.isdecimal() else 1)
+    addresses = {name: str(flags.get(name, "")) for name in ("kv_events", "kv_events_replay")}
+    ports = [int(port) for _, _, port in (each.rpartition(":") for each in addresses.values()) if port.isdecimal()]
+    if len(ports) == 2 and abs(ports[0] - ports[1]) < needed:
+        told = " and ".join(f"{name} {address}" for name, address in addresses.items())
+        raise ValueError(f"{told}: {needed} ports from each on are for replicas on one node; name ports {needed} apart")
+
+
+def number_on_node(events: str) -> tuple[int, socket.socket]:
+    """The lowest number that no other process here has for these KV events, and what keeps it as long as it is open."""
+    name, number = hashlib.sha256(events.encode()).hexdigest(), 0
+    while True:
+        kept = socket.socket(socket.AF_UNIX)
+        try:
+            kept.bind(f"\0enginery-kv-events-{number}-{name}")  # as ports are, it is of a network namespace
+            return number, kept
+        except OSError as error:
+            kept.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            number += 1

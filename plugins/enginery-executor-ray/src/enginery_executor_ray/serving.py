@@ -34,7 +34,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from enginery_executor_ray.arguments import environ_of, options_of, own_and_flags
+from enginery_executor_ray.arguments import environ_of, number_on_node, options_of, own_and_flags
 
 _ROUTERS: Final = (  # the first has the name that Ray promises, but some of its versions import vLLM there
     "ray.serve.llm.request_router",
@@ -89,6 +89,9 @@ class Engine:
     def __init__(self, flags: Mapping[str, object]) -> None:
         self._is_over = False
         environ = environ_of(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        if events := flags.get("kv_events"):
+            number, self._number = number_on_node(str(events))
+            flags = {**flags, "dp_rank": int(str(flags.get("dp_rank", 0))) + number}
         tied = [sys.executable, "-P", "-m", "enginery_executor_ray.tied"]
         self._server = subprocess.Popen(
             [*tied, "enginery", "serve", "--host=127.0.0.1", "--port=0", *options_of(flags)],

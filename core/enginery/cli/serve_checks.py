@@ -67,6 +67,8 @@ class _Ports:
         return "name ports that lie further apart"
 
     def check_free(self) -> None:
+        if self.ports[-1] > 65_535:
+            raise ConfigError(f"{self} takes port {self.ports[-1]}, but 65535 is the last; name a lower one")
         for port in self.ports:
             error = bind_error("" if self.host in _EVERYWHERE else self.host, port)
             if error is not None and error.errno in (errno.EADDRINUSE, errno.EACCES):  # else ZeroMQ's name, or not IPv4

@@ -98,6 +98,8 @@ def test_of_a_model_that_is_not_here_nothing_is_asked() -> None:
         ({"kv_events": "ipc://a", "kv_events_replay": "ipc://a"}, "are both ipc://a; name another for one of them"),
         ({"dp": 2, "kv_events": "tcp://*:0"}, "tcp://*:0 has no port that number 1 could count from"),
         ({"dp": 9, "kv_events": "tcp://*:65530"}, "cannot be published at port 65538: 65535 is the last"),
+        ({"tp": 2, "listen": "tcp://127.0.0.1:99999", "executor": "join"}, "takes port 99999, but 65535 is the last"),
+        ({"dp": 2, "tp": 2, "listen": "tcp://127.0.0.1:65535", "executor": "join"}, "takes port 65536, but 65535 is the last"),
         (
             {"dp": 6, "kv_events": "tcp://*:65530", "kv_events_replay": "tcp://*:65530"},
             "are both tcp://*:65530; name another for one of them",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 from enginery.contracts.attention import AttnBackendSpec, Capabilities, SparseCoordinatorSpec
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.grammars import GrammarKind, GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
-from enginery.contracts.ops import OpSpec, OpTable
+from enginery.contracts.ops import OpSpec, OpTable, PeerOpsSpec
 from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
@@ -26,10 +27,12 @@ _TYPES: Final = {
     "priority": (int, "a whole number"),
     **dict.fromkeys(("prefill_priority", "single_priority"), (int | None, "a whole number")),
     **dict.fromkeys(("summary", "note"), (str, "text")),
+    **dict.fromkeys(("schemes", "stacked_weights", "drafters"), (Mapping, "a mapping")),
+    "folder": (Path, "a pathlib.Path"),
+    "model": (ModelSpec | None, "a ModelSpec"),
+    "peer_ops": (PeerOpsSpec | None, "a PeerOpsSpec"),
 }
-_FUNCTIONS: Final = frozenset(
-    {"build", "describe", "features", "key", "launch", "listen", "load", "make", "reads", "refuse", "refuse_also", "suits"}
-)
+_FUNCTIONS: Final = ("Callable[", "ForceFn", "Launch", "RecordCalls")  # how the type of a field begins that is one
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -78,7 +81,7 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
         problems.append("the name must be letters, digits, '.', '_' and '-', and not auto")
     if not (isinstance(spec.api, tuple) and [*map(type, spec.api)] == [int, int] and min(spec.api) >= 0):
         problems.append(f"api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
-    problems += _type_problems(vars(spec))
+    problems += _type_problems(spec)
     if (options := options_type(spec)) is not None:
         problems += options_problems(options)
     problems += _own_problems(spec)
@@ -90,7 +93,7 @@ def _own_problems(spec: Descriptor) -> list[str]:
         case AttnBackendSpec():
             return _capability_problems(spec.capabilities)
         case ModelSpec():
-            return _names_problems("architectures", spec.architectures)
+            return _names_problems("architectures", spec.architectures) + _ignored_problems(spec.ignored_weights)
         case WeightFormatSpec():
             return _names_problems("methods", spec.methods)
         case GrammarSpec() if not (isinstance(spec.kinds, frozenset) and spec.kinds <= set(GrammarKind)):
@@ -109,11 +112,17 @@ def _names_problems(field: str, names: object) -> list[str]:
     return [] if is_tuple else [f"{field} is {names!r}, but must be a tuple of at least one name"]
 
 
+def _ignored_problems(ignored: object) -> list[str]:
+    """A text alone would be as many patterns as it has letters."""
+    is_right = callable(ignored) or ignored in ((), []) or not _names_problems("ignored_weights", ignored)
+    return [] if is_right else [f"ignored_weights is {ignored!r}, but must be a tuple of patterns, or a function that gives them"]
+
+
 def _draft_problems(spec: DrafterSpec) -> list[str]:
     problems = ["off is no name for a drafter"] if spec.name == "off" else []
     if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
         problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
-    return problems
+    return problems + [f"model.{problem}" for problem in (_own_problems(spec.model) if isinstance(spec.model, ModelSpec) else ())]
 
 
 def _operation_problems(provided: Iterable[str]) -> list[str]:
@@ -143,16 +152,23 @@ def claims(group: HookGroup, spec: Descriptor) -> list[str]:
     return taken
 
 
-def _type_problems(given: Mapping[str, object]) -> list[str]:
-    """What is wrong with fields that have the same type in all descriptors."""
+def _type_problems(spec: object) -> list[str]:
+    """What is wrong with fields that have the same type in all descriptors, and in what these hold."""
+    assert is_dataclass(spec), "every descriptor is"
     problems = []
-    for name, value in given.items():
-        kinds, what = _TYPES.get(name, (object, ""))
-        if name in _TYPES and (isinstance(value, bool) or not isinstance(value, kinds)):
-            problems.append(f"{name} is {value!r}, but must be {what}")
-        if name in _FUNCTIONS and value is not None and not callable(value):
-            problems.append(f"{name} is {value!r}, but must be a function")
+    for field in fields(spec):
+        value = vars(spec)[field.name]
+        kinds, what = _TYPES.get(field.name, (object, ""))
+        if field.name in _TYPES and (isinstance(value, bool) or not isinstance(value, kinds)):
+            problems.append(f"{field.name} is {value!r}, but must be {what}")
+        if str(field.type).startswith(_FUNCTIONS) and not (callable(value) or value is field.default is None):
+            problems.append(f"{field.name} is {value!r}, but must be a function: {field.type}")
+        problems += _problems_within(field.name, value)
     return problems
+
+
+def _problems_within(name: str, value: object) -> list[str]:
+    return [f"{name}.{problem}" for problem in _type_problems(value)] if isinstance(value, ModelSpec | PeerOpsSpec) else []
 
 
 def _capability_problems(capabilities: object) -> list[str]:

@@ -24,7 +24,7 @@ from enginery.api import ModelSpec, hookimpl
 
 @hookimpl
 def register_models():
-    return [ModelSpec(name="NAME", api=(2, 0), architectures=("ARCHITECTURE",), describe=None, build=None)]
+    return [ModelSpec(name="NAME", api=(2, 0), architectures=("ARCHITECTURE",), describe=print, build=print)]
 """
 ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": "", "gloo": True, "nccl": "", "apart": []}
 

@@ -29,7 +29,7 @@ def describe(config):
 
 @hookimpl
 def register_models():
-    return [ModelSpec(name="tiny", api=(2, 0), architectures=("TinyForCausalLM",), describe=describe, build=None)]
+    return [ModelSpec(name="tiny", api=(2, 0), architectures=("TinyForCausalLM",), describe=describe, build=print)]
 """
 
 

@@ -260,7 +260,7 @@ def test_two_plugins_for_one_architecture_are_both_live(site) -> None:
     from enginery.api import ModelSpec, hookimpl
     @hookimpl
     def register_models():
-        return [ModelSpec(name="{}", api=(2, 0), architectures=("LlamaForCausalLM",), describe=None, build=None)]
+        return [ModelSpec(name="{}", api=(2, 0), architectures=("LlamaForCausalLM",), describe=print, build=print)]
     """
     site.install("one", code.format("a"))
     site.install("two", code.format("b"))

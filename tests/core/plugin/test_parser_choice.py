@@ -17,7 +17,7 @@ from enginery.api import ParserSpec, hookimpl
 def register_parsers():
     def suits(facts):
         return SUITS
-    return [ParserSpec(name="NAME", api=(2, 0), kind="KIND", summary="", suits=suits, make=None, priority=PRIORITY)]
+    return [ParserSpec(name="NAME", api=(2, 0), kind="KIND", summary="", suits=suits, make=print, priority=PRIORITY)]
 """
 
 

@@ -148,7 +148,7 @@ from pathlib import Path
 from enginery.api import CheckpointSpec, ModelSpec, OpSpec, Reason, hookimpl
 @hookimpl
 def register_models():
-    return [ModelSpec(name="llama", api=(2, 0), architectures=("LlamaForCausalLM", "Other"), describe=None, build=None)]
+    return [ModelSpec(name="llama", api=(2, 0), architectures=("LlamaForCausalLM", "Other"), describe=print, build=print)]
 @hookimpl
 def register_checkpoints():
     one = CheckpointSpec(name="small", api=(2, 0), priority=1, folder=Path("small"), note="")
@@ -158,7 +158,7 @@ def register_ops():
     def spec(name, priority, device):
         def refuse(needs):
             return [] if needs.device == device else [Reason(rule="device", text="no")]
-        return OpSpec(name=name, api=(2, 0), priority=priority, provides=("rms_norm",), refuse=refuse, load=None)
+        return OpSpec(name=name, api=(2, 0), priority=priority, provides=("rms_norm",), refuse=refuse, load=print)
     return [spec("slow", 1, "cpu"), spec("fast", 2, "cpu"), spec("cuda", 3, "cuda")]
 """
 
@@ -182,8 +182,8 @@ def register_models():
             name="{name}",
             api=(2, 0),
             architectures=("LlamaForCausalLM",),
-            describe=None,
-            build=None,
+            describe=print,
+            build=print,
             priority={priority},
             refuse=refuse,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ from enginery.cli.flags.server import SERVER_KINDS
 from enginery.cli.serve_checks import bind_error
 from enginery.config.sources import engine_options
 from enginery.errors import ConfigError
+from enginery.plugin.loading import present_devices
 
 _FREE_BYTES: Final = 5 << 30
 _FEW_DESCRIPTORS: Final = 256
@@ -79,12 +81,18 @@ def settings() -> Check:
 
 
 def folders() -> Iterator[Check]:
-    """Check the folders of checkpoints and of compiled kernels."""
+    """Check the folders of checkpoints and of kernels, which are compiled where there is a GPU."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    kernels = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     yield _folder("model cache", Path(HF_HUB_CACHE), "HF_HOME")
+    if "cuda" not in present_devices():
+        yield Check(name="kernel cache", status="ok", detail="not needed without a GPU")
+        return
+    triton, base = os.environ.get("TRITON_HOME") or Path.home(), "FLASHINFER_WORKSPACE_BASE"
+    kernels = os.environ.get("TRITON_CACHE_DIR") or Path(triton) / ".triton" / "cache"
     yield _folder("kernel cache", Path(kernels), "TRITON_CACHE_DIR")
+    if importlib.util.find_spec("flashinfer") is not None:
+        yield _folder("FlashInfer's cache", Path(os.environ.get(base, Path.home())) / ".cache" / "flashinfer", base)
 
 
 def _folder(name: str, folder: Path, variable: str) -> Check:
@@ -93,7 +101,7 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
     if not nearest.is_dir():
         return Check(name=name, status="fail", detail=f"{folder} cannot be made, because {nearest} is a file", advice=advice)
     if not os.access(nearest, os.W_OK):
-        return Check(name=name, status="fail", detail=f"{nearest} is not writable", advice=advice)
+        return Check(name=name, status="fail", detail=f"{folder} cannot be written: {nearest} is not writable", advice=advice)
     if (free_bytes := shutil.disk_usage(nearest).free) < _FREE_BYTES:
         advice = f"Free some, or set {variable} to a folder with more; a model of 8B in bfloat16 takes 16 GB."
         detail = f"{folder} has {free_bytes / 1e9:.1f} GB left"

@@ -191,14 +191,27 @@ def test_a_misspelt_setting_is_told(sound, monkeypatch) -> None:
     assert "ENGINERY_PAGE_SIZE" in examine(code=1)["settings"]["detail"]
 
 
-@pytest.mark.parametrize(("variable", "name"), [("HF_HUB_CACHE", "model cache"), ("TRITON_CACHE_DIR", "kernel cache")])
-def test_a_cache_that_cannot_be_written_is_told(sound, monkeypatch, tmp_path, variable: str, name: str) -> None:
-    def use(folder: Path) -> dict[str, str]:
-        monkeypatch.setenv(variable, str(folder))
-        if variable == "HF_HUB_CACHE":
-            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-        return examine(code=1)[name]
+CACHES = [
+    ("HF_HUB_CACHE", "model cache", "", "HF_HOME"),
+    ("TRITON_CACHE_DIR", "kernel cache", "", "TRITON_CACHE_DIR"),
+    ("TRITON_HOME", "kernel cache", ".triton/cache", "TRITON_CACHE_DIR"),
+    ("FLASHINFER_WORKSPACE_BASE", "FlashInfer's cache", ".cache/flashinfer", "FLASHINFER_WORKSPACE_BASE"),
+]
 
+
+@pytest.mark.parametrize(("variable", "name", "below", "told"), CACHES)
+def test_a_cache_that_cannot_be_written_is_told(
+    sound, monkeypatch, tmp_path, variable: str, name: str, below: str, told: str
+) -> None:
+    def use(folder: Path, *, code: int = 1) -> dict[str, str]:
+        if variable == "HF_HUB_CACHE":  # imported before the variable is set, which it reads
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+        monkeypatch.setenv(variable, str(folder))
+        return examine(code=code).get(name, {"status": "none"})
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(doctor_checks, "present_devices", lambda: {"cpu", "cuda"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
     (tmp_path / "file").touch()
     assert "is a file" in use(tmp_path / "file" / "cache")["detail"]
     read_only = tmp_path / "read-only"
@@ -206,8 +219,17 @@ def test_a_cache_that_cannot_be_written_is_told(sound, monkeypatch, tmp_path, va
     can = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != read_only and can(path, mode))  # root may write everywhere
     row = use(read_only / "cache")
-    assert row["detail"] == f"{read_only} is not writable"
-    assert "HF_HOME" in row["advice"] or "TRITON_CACHE_DIR" in row["advice"]
+    assert row["detail"] == f"{read_only / 'cache' / below} cannot be written: {read_only} is not writable"
+    assert told in row["advice"]
+    if variable != "HF_HUB_CACHE":
+        monkeypatch.setattr(doctor_checks, "present_devices", lambda: {"cpu"})
+        assert use(read_only / "cache", code=0)["status"] in ("ok", "none"), "nothing is compiled on a CPU"
+
+
+def test_a_cache_of_a_flashinfer_that_is_not_installed_is_not_looked_at(sound, monkeypatch) -> None:
+    monkeypatch.setattr(doctor_checks, "present_devices", lambda: {"cpu", "cuda"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    assert "FlashInfer's cache" not in examine(code=0)
 
 
 @pytest.mark.parametrize(("free_bytes", "code"), [(3 << 30, 0), (1000, 1)])

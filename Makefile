@@ -22,6 +22,9 @@ constraints := $(if $(filter cuda,$(DEVICE)),$(VENV)/constraints.txt,constraints
 cuda_torch := $(if $(filter cuda,$(DEVICE)),sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(constraints))
 cpu_torch = $(if $(filter cpu,$(DEVICE)),$(install) --quiet --no-compile --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu torch || true)
 
+# Builds and tests leave files in the tree; both would say so in tracebacks, after minutes of installing.
+writable = for folder in . $(plugins); do test -w $$folder || { echo "$(CURDIR)/$$folder cannot be written to, and make builds and tests in this tree: run it in a clone of yours, or make the tree writable" >&2; exit 1; }; done
+
 .PHONY: help serve test test-full lint venv dev clean
 help:
 	@echo "make serve [ARGS='-m MODEL --port 8000'] serve a model; the embedded one if none is named"
@@ -51,6 +54,7 @@ in_two_runs = log=$$(mktemp); trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TER
 	[ $$processes != 5 ] || processes=$$others; [ $$others != 5 ] || others=$$processes; \
 	[ $$others != 0 ] || exit $$processes; exit $$others
 test: $(VENV)/.test
+	@$(writable)
 	@$(if $(named),$(pytest) -n $(JOBS) $(ARGS),$(in_two_runs))
 
 # Also what a machine with a CUDA device runs anyhow: tests/pairwise.py.
@@ -69,6 +73,7 @@ dev: $(VENV)/.test $(VENV)/.lint
 # those of the same version that are there already as they are. Of 170 MB of compiled modules, only those that a server imports are made.
 $(VENV)/.serve: $(projects) $(compiled) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Enginery needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@$(writable)
 	$(PYTHON) -m venv $(VENV)
 	@$(cuda_torch)
 	@$(install) --quiet 'setuptools>=77'

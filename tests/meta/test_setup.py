@@ -59,6 +59,28 @@ def test_what_is_served_drafts_for_itself_unless_asked_otherwise(tmp_path: Path)
     assert serve[-4:] == ["--drafter", "auto", "--drafter", "off"]
 
 
+@pytest.mark.parametrize(("target", "is_set_up"), [("venv", False), ("test", False), ("test", True)])
+@pytest.mark.parametrize("place", [".", "plugins/some"])
+def test_a_tree_that_cannot_be_written_to_is_said_in_one_line(target: str, is_set_up: bool, place: str, tmp_path: Path) -> None:
+    tree, venv = tmp_path / "tree", tmp_path / "venv"
+    (tree / "plugins/some").mkdir(parents=True)
+    for file in ("pyproject.toml", "constraints.txt", "plugins/some/pyproject.toml"):
+        (tree / file).touch()
+    shutil.copy(ROOT / "Makefile", tree)
+    shell = tmp_path / "shell"  # in which that place cannot be written to: root may write everywhere
+    shell.write_text(f"""#!/bin/sh\nexec /bin/sh -c 'test() {{ [ "$*" != "-w {place}" ]; }}; '"$2"\n""")
+    shell.chmod(0o755)
+    venv.mkdir()
+    for made in (".serve", ".test") if is_set_up else ():
+        (venv / made).touch()
+    command = ["make", target, f"VENV={venv}", f"PYTHON={sys.executable}", f"SHELL={shell}"]
+    done = subprocess.run(command, cwd=tree, check=False, capture_output=True, text=True)
+    told, ended = done.stderr.splitlines()
+    assert told.startswith(f"{tree}/{place} cannot be written to, ")
+    assert ended.startswith("make: ***")
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("venv", ["", "my venv", "/ct/my venv"])
 def test_a_virtual_environment_whose_path_is_none_or_several_is_refused(venv: str, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:

@@ -34,7 +34,7 @@ _MANY: Final = {Phase.DECODE: _DECODING, Phase.PREFILL: _PROMPTS, Phase.MIXED: _
 _SIZES: Final = "Take lengths from q_lens_cpu and kv_lens_cpu of each request, never from the tensors' sizes."
 
 
-def _equals_formula(bench: Workbench, turns: list[Turn], phase: Phase, what: str = "") -> None:
+def equals_formula(bench: Workbench, turns: list[Turn], phase: Phase, what: str = "") -> None:
     expected = [bench.expected(turn) for turn in turns]
     compare(bench.run(turns, phase), expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=f"{phase}{what}")
 
@@ -44,7 +44,7 @@ def numbers(subject: Subject, case: AttnCase) -> None:
     """Results equal the formula in float64 for everything that capabilities claim."""
     bench = Workbench(subject, case)
     for phase, turns in bench.steps():
-        _equals_formula(bench, turns, phase)
+        equals_formula(bench, turns, phase)
 
 
 @rule(leaf_cases, "Subtract a row's largest score before exp, of all blocks of its keys.")
@@ -71,19 +71,21 @@ def ragged_lengths(subject: Subject, case: AttnCase) -> None:
     }
     for phase in sorted(lengths.keys() & subject.can.phases):
         for each in (lengths[phase], lengths[phase][:1], lengths[phase][1:2]):
-            _equals_formula(bench, bench.turns(each), phase, f" of {each}")
+            equals_formula(bench, bench.turns(each), phase, f" of {each}")
     for phase in sorted(_MANY.keys() & subject.can.phases):
         bench.forget()
-        _equals_formula(bench, bench.turns(_MANY[phase]), phase, f" of {len(_MANY[phase])} requests")
+        equals_formula(bench, bench.turns(_MANY[phase]), phase, f" of {len(_MANY[phase])} requests")
 
 
 @rule(usual_cases, _SIZES)
 def long_tail(subject: Subject, case: AttnCase) -> None:
-    """One request of thousands of tokens may be beside short ones."""
+    """One request of thousands of tokens may be beside short ones, or alone."""
     bench = Workbench(subject, case, num_tokens=6000)
     for phase, new in ((Phase.DECODE, 1), (Phase.PREFILL, 7)):
         if phase in subject.can.phases:
-            _equals_formula(bench, bench.turns([(3, new), (2500, new), (0, new), (20, new)]), phase)
+            turns = bench.turns([(3, new), (2500, new), (0, new), (20, new)])
+            for each in (turns, turns[1:2])[: 1 + (case.facts.recurrent is None)]:  # a state moves on with every run
+                equals_formula(bench, each, phase, f" of {len(each)}")
 
 
 @rule(usual_cases, "Plan nothing where there are no requests, and return from attend.")
@@ -222,12 +224,12 @@ def _go_on(bench: Workbench, verified: _Verified) -> None:
         for turn, page, rows, right in whole
         if 0 < rows <= 1 + right
     ]
-    _equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints")
+    equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints")
     what = f" after {verified.right} right drafts of {_VERIFIED - 1}"
     standing = zip(verified.turns, verified.right, strict=True)
     going_on = [turn._replace(cached=turn.cached + 1 + right, new=4) for turn, right in standing]
-    _equals_formula(bench, going_on, Phase.PREFILL, what)
-    _equals_formula(bench, [turn._replace(cached=turn.cached + 4, new=1) for turn in going_on], Phase.DECODE, what)
+    equals_formula(bench, going_on, Phase.PREFILL, what)
+    equals_formula(bench, [turn._replace(cached=turn.cached + 4, new=1) for turn in going_on], Phase.DECODE, what)
 
 
 def _with_checkpoints(batch: ForwardBatch, verified: _Verified) -> ForwardBatch:
@@ -294,9 +296,9 @@ def _keep_amid(bench: Workbench, phase: Phase, decoding: list[Turn], prompts: li
     kept = [given for given in zip(prompts, pages, _KEPT_AFTER, strict=True) if given[2]]
     _check_unmoved(bench, before, turns, [page for _, page, _ in kept], "a state changes that is another's")
     resumed = [Turn(dataclasses.replace(turn.tokens, states=[page]), turn.cached + rows, 2) for turn, page, rows in kept]
-    _equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints amid prompts")
+    equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints amid prompts")
     going_on = [turn._replace(cached=turn.cached + turn.new, new=3) for turn in prompts]
-    _equals_formula(bench, going_on, Phase.PREFILL, " behind prompts with checkpoints amid them")
+    equals_formula(bench, going_on, Phase.PREFILL, " behind prompts with checkpoints amid them")
 
 
 @rule(mla_cases(PrefillStrategy.ABSORBED), "The piece with the step's own tokens is causal, chunks of the prefix are not.")

@@ -17,10 +17,11 @@ from enginery.contracts.batch import FULL, ForwardBatch, Phase
 from enginery.contracts.plan import Accepted, ForwardPlan
 from enginery.errors import StalePlan, Unsupported
 from enginery.testing.cases import AttnCase
+from enginery.testing.check_numbers import equals_formula
 from enginery.testing.readback import no_reads
 from enginery.testing.rules import BrokenRule, SkippedCheck, compare, raising, rule
 from enginery.testing.stage import Turn
-from enginery.testing.subject import Subject, leaf_cases, usual_cases
+from enginery.testing.subject import Subject, covering_cases, leaf_cases, usual_cases
 from enginery.testing.workbench import Workbench
 from enginery.worker.paths.captured_step import Capture, Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
@@ -62,6 +63,21 @@ def plan_a_plan_b_run_a(subject: Subject, case: AttnCase) -> None:
             bench.layer, expected = usual, [bench.expected(turn) for turn in turns[index]]
             what = f"{phase}, batch {'AB'[index]} after both were planned, in another layer than first"
             compare(bench.attend(batches[index], turns[index]), expected, dtype=case.dtype, leeway=case.leeway, what=what)
+
+
+@rule(
+    covering_cases,
+    "Plan one request, and the last of several, as any other: look at the sizes of a grid, and at what stands for many.",
+)
+def decoding(subject: Subject, case: AttnCase) -> None:
+    """A request that decodes or verifies alone, or is the last of two, three or five, gets what any other gets."""
+    bench, page = Workbench(subject, case), case.page_size if case.facts.recurrent is None else 16
+    full, begun, many = 2 * page - 1, page, 2 * page + 3
+    batches = (full,), (begun,), (many,), (many,), (300,), (begun, full), (full, many, begun), (begun, 0, many, 1, full)
+    for phase, new in ((Phase.DECODE, 1), (Phase.VERIFY, 3)):
+        bench.forget()
+        for cached in batches if phase in subject.can.phases else ():
+            equals_formula(bench, bench.turns([(each, new) for each in cached]), phase, f" of {new} behind {cached}")
 
 
 @rule(leaf_cases, "Begin attend and advance with covering_plan(plan, batch, YourPlan, backend=self.backend_id).")
@@ -328,6 +344,6 @@ def _capture_of(subject: Subject) -> Capture:
 
 
 PLANS: Final = (
-    *(plan_value, plan_a_plan_b_run_a, stale_plans, planning_reads_nothing, attend_reads_nothing),
+    *(plan_value, plan_a_plan_b_run_a, decoding, stale_plans, planning_reads_nothing, attend_reads_nothing),
     *(device_lengths, captured_equals_eager, mixed_captured),
 )

@@ -17,6 +17,7 @@ from enginery.api import (
     AttnBackendSpec,
     Capabilities,
     LayerSpec,
+    Phase,
     Reason,
     hookimpl,
 )
@@ -240,6 +241,37 @@ class ReturnsItsResult(GoodBackend):
 class WritesToACopy(GoodBackend):
     def attend(self, q, k, v, layer, batch, plan, out) -> None:
         super().attend(q, k, v, layer, batch, plan, out.clone())
+
+
+@breaks("decoding")
+class DecodesOneRequestInAnotherKernel(GoodBackend):
+    """Which was written for another head dim."""
+
+    def attend(self, q, k, v, layer, batch, plan, out) -> None:
+        is_one = batch.phase is Phase.DECODE and batch.num_requests == 1 and layer.facts.head_dim == 16
+        super().attend(q, k, v, dataclasses.replace(layer, scale=0.125) if is_one else layer, batch, plan, out)
+
+
+@breaks("decoding")
+class TakesRequestsInPairs(GoodBackend):
+    """The last of an odd number sees a token less."""
+
+    @hookimpl
+    def plan_forward_metadata(self, batch) -> GoodPlan:
+        lengths = batch.kv_lens_cpu.clone()
+        if batch.phase is Phase.DECODE and batch.num_requests % 2 and batch.num_requests > 1:
+            lengths[-1:] -= (lengths[-1:] > 1).int()
+        plan = super().plan_forward_metadata(dataclasses.replace(batch, kv_lens_cpu=lengths))
+        return dataclasses.replace(plan, key=self.key(batch))
+
+
+@breaks("decoding")
+class VerifiesOneRequestAsAPrompt(GoodBackend):
+    """Which has nothing cached."""
+
+    def attend_part(self, q, part, layer, out) -> None:
+        alone = part.index == part.rows.start == 0 and len(q) == 3 == part.rows.stop and part.length > 3
+        super().attend_part(q, dataclasses.replace(part, length=3) if alone else part, layer, out)
 
 
 @breaks("large-scores")

@@ -26,7 +26,7 @@ from enginery.worker.drafts import parts
 from enginery.worker.paths import mixed_graphs
 from enginery.worker.paths.captured_step import CapturedStep, Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
-from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, DecodeKey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
@@ -179,9 +179,9 @@ def test_without_memory_for_a_capture_no_more_are_tried_and_requests_go_on(
 def test_without_memory_for_a_capture_that_is_needed_such_steps_run_eagerly_from_then_on(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[GraphKey]()
+    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[DecodeKey]()
 
-    def full(steps: DecodeCapture, key: GraphKey) -> CapturedStep:
+    def full(steps: DecodeCapture, key: DecodeKey) -> CapturedStep:
         tried.append(key)
         raise torch.OutOfMemoryError("no memory")
 
@@ -198,10 +198,10 @@ def test_without_memory_for_the_graphs_of_prompts_these_run_without_from_then_on
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, whole: bool
 ) -> None:
     """In pieces, where there is memory for those; else eagerly."""
-    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[mixed_graphs.GraphKey]()
+    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[mixed_graphs.DecodeKey]()
     provide, wanted = mixed_graphs.MixedGraphs.provide, {True} if whole else {True, False}
 
-    def full(graphs: mixed_graphs.MixedGraphs, key: mixed_graphs.GraphKey) -> object:
+    def full(graphs: mixed_graphs.MixedGraphs, key: mixed_graphs.DecodeKey) -> object:
         if key.whole not in wanted or key in graphs._captured:
             return provide(graphs, key)
         tried.append(key)

@@ -26,7 +26,7 @@ from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.speculate.length import DraftLength
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, DecodeKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
 from enginery.worker.paths.running_step import NAN_ERROR
 
@@ -226,7 +226,7 @@ def test_a_size_that_is_refused_takes_no_other_with_it(
     """Two requests are padded to three then. What is refused twice for one reason is the model's matter: no size is left."""
     capture, why = DecodeCapture.capture, iter(["one reason", "another", "another"])
 
-    def refusing(self: DecodeCapture, key: GraphKey) -> CapturedStep:
+    def refusing(self: DecodeCapture, key: DecodeKey) -> CapturedStep:
         if key.size in (2, 4, 6):
             raise Unsupported(next(why))
         return capture(self, key)
@@ -322,7 +322,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
 
 def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(llama), registry)
-    engine._runner.graphs.provide(GraphKey(6, 1, followed=False))
+    engine._runner.graphs.provide(DecodeKey(6, 1, followed=False))
     (step,), relay = engine._runner.graphs.captured.values(), engine._runner.parts.relay
     relay.refresh(step.batch.plan, step.batch)
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)

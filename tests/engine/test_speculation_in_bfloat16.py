@@ -22,7 +22,7 @@ from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.speculate.acceptance import Accepted, accept
+from enginery.speculate.acceptance import AcceptedRows, accept
 
 REQUESTS = [asking(f"{at}", prompt_of(SAID[at]), max_tokens=44) for at in (1, 3, 4, 5)]
 CHUNKS = (1, 3, 16)  # of one token: plain decoding
@@ -102,11 +102,11 @@ def test_a_token_that_differs_is_within_the_noise_of_batch_shapes(
 
 def one_more(
     sampled: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | None, num_drafts: torch.Tensor, *, depth: int | None = None
-) -> Accepted:
+) -> AcceptedRows:
     """A defect: the first wrong draft counts as right."""
     right = accept(sampled, tokens, parents, num_drafts, depth=depth)
     counts = torch.minimum(right.counts + 1, num_drafts)
-    return Accepted(torch.minimum(torch.arange(tokens.shape[1]), counts[:, None]), counts)
+    return AcceptedRows(torch.minimum(torch.arange(tokens.shape[1]), counts[:, None]), counts)
 
 
 class Displaced:

@@ -24,7 +24,7 @@ from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.build import BuiltParts, Place, build_parts, run_once
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
-from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, DecodeKey
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
 from enginery.worker.ranks.gloo import LOOPBACK, Standing
 from enginery.worker.ranks.groups import RankGroups
@@ -176,5 +176,5 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
     graphs = DecodeGraphs.build(steps)
     assert graphs is not None
     for size in graphs.sizes:
-        graphs.provide(GraphKey(size, 1, followed=False))
+        graphs.provide(DecodeKey(size, 1, followed=False))
     assert not launches.variants - known

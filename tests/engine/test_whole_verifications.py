@@ -19,7 +19,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.paths.mixed_graphs import GraphKey, MixedGraphs
+from enginery.worker.paths.mixed_graphs import MixedGraphs, MixedKey
 
 ROOM = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
 
@@ -35,9 +35,9 @@ class OneRowEach(CapturedTorch):
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[GraphKey]:
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[MixedKey]:
     """What was replayed of steps that verify guesses beside prompts."""
-    found, replay = list[GraphKey](), MixedGraphs._replay
+    found, replay = list[MixedKey](), MixedGraphs._replay
 
     def noting(pieces: MixedGraphs, captured: Any, step: Any, batch: Any) -> Any:
         forwarded = replay(pieces, captured, step, batch)
@@ -76,7 +76,7 @@ def waves(**params: object) -> list[GenerationRequest]:
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("length", ["1", "3"])
 def test_they_are_one_graph_and_change_no_token(
-    registry: Registry, replayed: list[GraphKey], gone_on: list[type], length: str, params: dict[str, object]
+    registry: Registry, replayed: list[MixedKey], gone_on: list[type], length: str, params: dict[str, object]
 ) -> None:
     asked, requests = dataclasses.replace(by_itself(**ROOM), draft_length=length), waves(**params)
     expected = serve(Engine.build(options(**ROOM), registry), requests)
@@ -101,7 +101,7 @@ def test_more_requests_than_graphs_have_room_for_are_guessed_for_eagerly(
 
 
 def test_a_backend_that_captures_none_of_them_is_called_between_graphs(
-    registry: Registry, replayed: list[GraphKey], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, replayed: list[MixedKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor are they asked for again in idle moments."""
     monkeypatch.setattr(captured_backends, "CapturedTorch", OneRowEach)

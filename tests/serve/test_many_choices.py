@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams, choices_of
-from enginery.schedule.routing import Standing
+from enginery.schedule.routing import Candidate
 from enginery.serve.engine import messages, process, replicas
 from enginery.serve.engine.outputs import Sent, generate
 from enginery.serve.engine.process import EngineLoop
@@ -79,7 +79,7 @@ def test_the_engine_steps_while_many_choices_arrive_and_an_abort_stays_behind_th
     assert engine.noted.count("step") == (0 if seconds else len(names) + 1)
     assert engine.seen == asked
     assert len({id(request.prompt_token_ids) for request in engine.seen}) == 1, "each choice has a prompt of its own"
-    assert [said.request_id for said in link.told if isinstance(said, messages.Accepted)] == names
+    assert [said.request_id for said in link.told if isinstance(said, messages.Queued)] == names
 
 
 def test_one_choice_that_is_refused_is_told_of_alone() -> None:
@@ -87,8 +87,8 @@ def test_one_choice_that_is_refused_is_told_of_alone() -> None:
     asked[1:2] = choices("y", 1, max_tokens=1000)
     link = Link(messages.Submit.of(asked), messages.Stop())
     EngineLoop(Noting(), cast(Any, link)).run()
-    answers = [(type(said), said.request_id) for said in link.told if isinstance(said, messages.Accepted | messages.Rejected)]
-    assert answers == [(messages.Accepted, "x-0"), (messages.Rejected, "y-0"), (messages.Accepted, "x-2")]
+    answers = [(type(said), said.request_id) for said in link.told if isinstance(said, messages.Queued | messages.Rejected)]
+    assert answers == [(messages.Queued, "x-0"), (messages.Rejected, "y-0"), (messages.Queued, "x-2")]
 
 
 class Client:
@@ -104,7 +104,7 @@ class Client:
         self.sent.append(message)
         if isinstance(message, messages.Submit):
             for request in message.requests:
-                self.groups[request.request_id].answer(messages.Accepted(request.request_id))
+                self.groups[request.request_id].answer(messages.Queued(request.request_id))
 
 
 def test_a_prompt_is_sent_once_for_all_of_its_choices() -> None:
@@ -127,10 +127,10 @@ class Replica:
         self.prefixes, self.facts, self.asked = SentPrefixes(), SimpleNamespace(num_pages=1000, page_size=16), 0
         self.client = SimpleNamespace(options=SimpleNamespace(page_size=16, prefix_cache=True))
 
-    def standing(self, hashes: list[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
+    def standing(self, hashes: list[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
         self.asked += 1
         known = self.prefixes.num_known(hashes) * block_size
-        return Standing(serves=True, is_silent=False, is_full=False, waiting=planned[1], cached=known, num_sent=planned[0])
+        return Candidate(serves=True, is_silent=False, is_full=False, waiting=planned[1], cached=known, num_sent=planned[0])
 
 
 def test_the_choices_of_a_prompt_are_routed_once_and_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def narrowed(batch: ForwardBatch, views: Mapping[MemoryKind, AnyView]) -> Forwar
     return renewed(batch, views=views, whole=whole)
 
 
-class Cut(NamedTuple):
+class BatchPart(NamedTuple):
     """Requests of a batch and their rows in it. None: all."""
 
     rows: slice | None
@@ -105,15 +105,15 @@ class Cut(NamedTuple):
     batch: ForwardBatch
 
 
-def cut_by_phase(batch: ForwardBatch, *, capture: bool = False) -> list[Cut]:
+def cut_by_phase(batch: ForwardBatch, *, capture: bool = False) -> list[BatchPart]:
     """Of a mixed batch the requests at its front, which decode or verify, and the rest; of any other, or if it is captured, all."""
     if batch.phase is not Phase.MIXED or capture:
-        return [Cut(None, None, batch)]
+        return [BatchPart(None, None, batch)]
     count, first = batch.num_decode_requests, Phase.DECODE if batch.decode_len == 1 else Phase.VERIFY
     return cut_at(batch, count, count * batch.decode_len, (first, Phase.PREFILL))
 
 
-def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase, Phase]) -> list[Cut]:
+def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase, Phase]) -> list[BatchPart]:
     """The first `count` requests, which have `num_tokens` tokens, and the rest, each in its phase; those that there are; unplanned.
 
     Tokens that only pad the batch go with the rest.
@@ -121,7 +121,7 @@ def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase
     requests = (slice(0, count), slice(count, batch.num_requests))
     rows = (slice(0, num_tokens), slice(num_tokens, batch.num_tokens))
     each = zip(requests, rows, phases, strict=True)
-    return [Cut(part, some, _sliced(batch, some, part, phase)) for some, part, phase in each if some.start < some.stop]
+    return [BatchPart(part, some, _sliced(batch, some, part, phase)) for some, part, phase in each if some.start < some.stop]
 
 
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:

@@ -26,7 +26,7 @@ from enginery.errors import RequestError
 from enginery.schedule.planner import BatchPlanner
 from enginery.schedule.queue import prompt_tokens
 from enginery.schedule.request import Request
-from enginery.schedule.routing import Standing, choose
+from enginery.schedule.routing import Candidate, choose
 from enginery.schedule.scheduler import Scheduler
 from enginery.schedule.step import agreed
 
@@ -80,7 +80,7 @@ class LaneScheduler:
         tokens = prompt_tokens(asked, self._lanes[0].settings.vocab_size)
         reuses = asked.params.prompt_logprobs is None
         standings = [
-            Standing(
+            Candidate(
                 waiting=lane.table.num_ahead, cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0, num_sent=sent
             )
             for lane, sent in zip(self._lanes, self._num_sent, strict=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class Accepted(NamedTuple):
+class AcceptedRows(NamedTuple):
     """path: [B, N] int64, the rows whose draws are told, from the root; behind them the last one again. counts: [B] int64, drafts.
 
     The told tokens of request b are sampled[b, path[b, : counts[b] + 1]].
@@ -26,7 +26,7 @@ class Accepted(NamedTuple):
 
 def accept(
     sampled: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | None, num_drafts: torch.Tensor, *, depth: int | None = None
-) -> Accepted:
+) -> AcceptedRows:
     """Walk from each root to the child whose token the row drew, as long as there is one.
 
     sampled: [B, N] int64, what each row drew. tokens: [B, N] int64, the rows' inputs: row 0 is the root. parents: [B, N] int64, the
@@ -39,7 +39,7 @@ def accept(
     if parents is None:
         matches = (tokens[:, 1:] == sampled[:, :-1]) & (row[:-1] < num_drafts[:, None])
         counts = matches.cumprod(1).sum(1)
-        return Accepted(torch.minimum(row, counts[:, None]), counts)
+        return AcceptedRows(torch.minimum(row, counts[:, None]), counts)
     is_draft = (row > 0) & (row <= num_drafts[:, None])  # [B, N]
     node = torch.zeros_like(num_drafts)  # [B]
     counts, path = torch.zeros_like(num_drafts), [node]
@@ -51,4 +51,4 @@ def accept(
         node = torch.where(found, fits.long().argmax(1), node)
         counts = counts + found
         path.append(node)
-    return Accepted(torch.stack(path + [node] * (num_rows - 1 - depth), 1), counts)
+    return AcceptedRows(torch.stack(path + [node] * (num_rows - 1 - depth), 1), counts)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.schedule.routing import Standing, choose
+from enginery.schedule.routing import Candidate, choose
 from enginery.serve.engine.sent_prefixes import SentPrefixes, block_hashes, block_tokens
 
 
-def standing(waiting: int = 0, cached: int = 0, **changes: object) -> Standing:
-    return Standing(waiting=waiting, cached=cached, **{"num_sent": 0, **changes})
+def standing(waiting: int = 0, cached: int = 0, **changes: object) -> Candidate:
+    return Candidate(waiting=waiting, cached=cached, **{"num_sent": 0, **changes})
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class EngineClient:
             case messages.Heartbeat():
                 self.stats, self.prepares = message.stats, message.prepares
                 self.progress.completed(self.stats.num_steps)
-            case messages.Accepted(request_id=request_id) | messages.Rejected(request_id=request_id):
+            case messages.Queued(request_id=request_id) | messages.Rejected(request_id=request_id):
                 if group := self.groups.get(request_id):
                     group.answer(message)
             case messages.Done(told):

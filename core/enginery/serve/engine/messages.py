@@ -27,7 +27,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Run requests that have the same prompt, which they lack. Each is answered with `Accepted` or `Rejected`, then has outputs."""
+    """Run requests that have the same prompt, which they lack. Each is answered with `Queued` or `Rejected`, then has outputs."""
 
     prompt_token_ids: tuple[int, ...]
     requests: list[GenerationRequest]
@@ -83,7 +83,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     is_ours: bool
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+class Queued(msgspec.Struct, frozen=True, tag="queued"):
     """The request is in the queue, and outputs will follow."""
 
     request_id: str
@@ -120,7 +120,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 ToEngine = Submit | Abort | Stop | Flush | Profile
-FromEngine = Loading | Ready | Failed | Accepted | Rejected | Outputs | Heartbeat | Done
+FromEngine = Loading | Ready | Failed | Queued | Rejected | Outputs | Heartbeat | Done
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

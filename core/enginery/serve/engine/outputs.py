@@ -40,7 +40,7 @@ class Outputs:
         self._clients = {each.request.request_id: each.client for each in sent}
         self.open = set(self._clients)
         self.times = {each.request.request_id: each.client.meter.begin(each.request, num_known=each.num_known) for each in sent}
-        self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
+        self.answers: asyncio.Queue[messages.Queued | EnginError] = asyncio.Queue()
         self._untaken: dict[str, RequestOutput] = {}
         self.error: EnginError | None = None
         self.left_as = "abort"
@@ -72,9 +72,9 @@ class Outputs:
         self._untaken[output.request_id] = output if before is None else _joined(before, output)
         self._came.set()
 
-    def answer(self, said: messages.Accepted | messages.Rejected) -> None:
+    def answer(self, said: messages.Queued | messages.Rejected) -> None:
         """Take in the engine's answer to one submit."""
-        if isinstance(said, messages.Accepted):
+        if isinstance(said, messages.Queued):
             self.answers.put_nowait(said)
             return
         self.left_as = REJECTED  # with one all are

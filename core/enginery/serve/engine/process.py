@@ -123,13 +123,13 @@ class EngineLoop:
             self._tell(messages.Rejected(request_id=request_id, message=str(error), param=None, is_fault=True))
         else:
             if request.params.grammar is None:
-                self._tell(messages.Accepted(request_id))
+                self._tell(messages.Queued(request_id))
 
     def _answer(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Answer the requests that waited for their grammars. Returns the other outputs."""
         for output in outputs:
             if output.is_answer and output.error is None:
-                self._tell(messages.Accepted(output.request_id))
+                self._tell(messages.Queued(output.request_id))
             elif output.is_answer:
                 self._tell(
                     messages.Rejected(

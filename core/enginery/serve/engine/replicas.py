@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import GenerationRequest
 from enginery.errors import EngineDied, EnginError
-from enginery.schedule.routing import Standing, choose
+from enginery.schedule.routing import Candidate, choose
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineClient, EngineState
 from enginery.serve.engine.outputs import Outputs, Sent, generate
@@ -84,10 +84,10 @@ class Replica:
         """Whether its end is not the last."""
         return self.facts is not None and self._left > 0 and not self.is_stopping
 
-    def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
+    def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
         meter, (num_planned, tokens_planned) = self.client.meter, planned
-        return Standing(
+        return Candidate(
             serves=self.serves,
             is_silent=time.monotonic() - self.client.heard_s > _QUIET_S,
             is_full=meter.num_unstarted + num_planned >= self.client.options.max_queued_requests,

@@ -27,7 +27,7 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
 from enginery.speculate.combs import num_verified
-from enginery.worker.drafts.draft_model import Ahead, DraftModel, Followed, OneStep, one_each
+from enginery.worker.drafts.draft_model import DraftModel, Followed, GuessWindow, OneStep, one_each
 from enginery.worker.drafts.draws import DRAW_KINDS, CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.layout import grown
@@ -188,7 +188,7 @@ class DraftGraphs:
                 self._steps[size, num_steps, each] = self._capture_steps(size, num_steps, each)
         return self._steps[size, num_steps, kind]
 
-    def _guess(self, found: _Steps, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
+    def _guess(self, found: _Steps, ahead: GuessWindow, draws: GuessDraws) -> torch.Tensor:
         padded = self._padded(ahead, found.packed.shape[1], width=len(found.packed) - 1)
         numbers = torch.from_numpy(np.concatenate((padded.at[None], padded.window)))
         found.packed.copy_(pinned(numbers, found.packed.device), non_blocking=True)
@@ -207,7 +207,7 @@ class DraftGraphs:
         model, device = self._model, self.state.device
         width = 1 + 2 * model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
         none, table = np.empty(0, np.int64), np.empty((0, 1), np.int32)
-        nobody = Ahead(table[:, 0], none, none.reshape(0, 0), table, table[:, 0])
+        nobody = GuessWindow(table[:, 0], none, none.reshape(0, 0), table, table[:, 0])
         ahead = self._padded(nobody, size, width=width)
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
         count = num_verified(num_steps + model.takes_features, self._siblings)
@@ -234,10 +234,10 @@ class DraftGraphs:
 
         return _Steps(draws=draws, packed=packed, batches=batches, graph=self._capture(run), guesses=guesses)
 
-    def _padded(self, ahead: Ahead, size: int, *, width: int) -> Ahead:
+    def _padded(self, ahead: GuessWindow, size: int, *, width: int) -> GuessWindow:
         """Of `size` requests, with a window of `width`; what is added is scratch."""
         scratch = self._geometry.scratch_page(FULL)
-        return Ahead(
+        return GuessWindow(
             grown(ahead.seats, size, fill=self._geometry.num_seats),
             grown(ahead.at, size, fill=0),
             grown(ahead.window, width, size, fill=scratch * self._geometry.page_size),

@@ -56,7 +56,7 @@ def pages_behind(most: int, page_size: int) -> int:
     return -(-most // page_size)
 
 
-class Ahead(NamedTuple):
+class GuessWindow(NamedTuple):
     """Where the guesses of a step may lie, on the host. S items, W places.
 
     at: [S] int64, the first position that the step may tell a token of. window: [W, S] int64, slots of the positions from there on.
@@ -74,7 +74,7 @@ class Followed(NamedTuple):
     """What to guess on from. right: [S], drafts that were. made: of each module a guess, [S, 1 + n], or the last told token alone.
     state: what the last of these stands on, [S, C']; None where tokens alone are taken."""
 
-    ahead: Ahead
+    ahead: GuessWindow
     right: Tensor
     made: list[Tensor]
     state: Tensor | None
@@ -192,7 +192,7 @@ class DraftModel:
         """Instead of `drafts`, of a step that is not followed: nothing that was kept for it fits what comes behind."""
         self._tails.forget(step)
 
-    def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
+    def ahead(self, step: StepInput, tables: PageTables) -> GuessWindow:
         items, size = step.columns(), tables.page_size
         seats = items.seat[step.sampling]
         at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64) - step.behind
@@ -203,7 +203,7 @@ class DraftModel:
         table = _pages_of(seats, tables, int(columns.max(initial=0)) + 1, most=self.most)
         pages = np.where(places < self._max_positions, table[np.arange(len(seats)), columns], tables.full.scratch_page)
         window = pages.astype(np.int64) * size + offsets
-        return Ahead(seats, at, window, table, longest.astype(np.int32))
+        return GuessWindow(seats, at, window, table, longest.astype(np.int32))
 
     def place(self, steps: OneStep, at: Tensor, window: Tensor, right: Tensor) -> None:
         """Write where the rows of steps are, each field [steps, S], of requests of whose drafts so many were right.
@@ -272,7 +272,7 @@ class DraftModel:
                 guesses.append(self.guess(state.index_select(0, last), first + len(guesses), draws.choose, module))
         return state.index_select(0, last), guesses
 
-    def _reading(self, ahead: Ahead, ids: Tensor, positions: Tensor, *, most_right: int, tables: PageTables) -> ForwardBatch:
+    def _reading(self, ahead: GuessWindow, ids: Tensor, positions: Tensor, *, most_right: int, tables: PageTables) -> ForwardBatch:
         """A planned row of each request, that sees the target's keys and values before `positions`, [S]; nothing is written.
 
         ids: [S], device, as positions. most_right: drafts of a request that may have been right.
@@ -312,7 +312,7 @@ def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: 
     return held
 
 
-def one_each(ahead: Ahead, one: OneStep, *, knows_lengths: bool) -> ForwardBatch:
+def one_each(ahead: GuessWindow, one: OneStep, *, knows_lengths: bool) -> ForwardBatch:
     """A row of each request, with ids of its own: zeros. knows_lengths: whether `one` is where the host can read it."""
     ones = torch.ones(len(ahead.seats), dtype=torch.int32)
     return ForwardBatch(

@@ -102,7 +102,7 @@ def move_standing(batch: ForwardBatch, path: torch.Tensor, right: torch.Tensor, 
     pool.move(source.flatten(), slots.flatten())
 
 
-class Standing(NamedTuple):
+class CapturedComb(NamedTuple):
     """Of combs that a captured step verifies. parents: [requests, N] int64, device, the row before each. depth: D.
 
     path: [requests, N] int64, device, which rows stand, see `accept`: of the last replay.
@@ -118,13 +118,13 @@ def deepest(step: StepInput) -> int:
     return int(depths_of(step).max()) if step.parents else 0
 
 
-def standing_in_comb(size: int, length: int, depth: int, siblings: int, batch: ForwardBatch, relay: BackendRelay) -> Standing:
+def standing_in_comb(size: int, length: int, depth: int, siblings: int, batch: ForwardBatch, relay: BackendRelay) -> CapturedComb:
     """Of `size` combs that begin with `length` rows. What each row sees is written to where the backends look for it, for good."""
     own = np.array([0, *(1 + parent for parent in comb_parents(depth, siblings))], np.int64)[:length]
     parents = np.broadcast_to(own, (size, length))
     write_seen(seen_of(parents), batch, relay)
     there = torch.from_numpy(parents.copy()).to(batch.input_ids.device)
-    return Standing(there, depth, torch.zeros_like(there))
+    return CapturedComb(there, depth, torch.zeros_like(there))
 
 
 class Chain(NamedTuple):

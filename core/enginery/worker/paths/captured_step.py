@@ -24,7 +24,7 @@ from enginery.attention.axes import renewed
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.plan import Accepted
-from enginery.worker.drafts.trees import Standing, move_standing
+from enginery.worker.drafts.trees import CapturedComb, move_standing
 from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class CapturedStep:
     made: HeadResults
     followed: bool = False
     accepted: torch.Tensor | None = None
-    standing: Standing | None = None
+    standing: CapturedComb | None = None
     moving: Replayable | None = None
     moved: torch.Tensor | None = None
 
@@ -103,7 +103,7 @@ class CapturedStep:
 
 
 def captured_moving(
-    parts: StepParts, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, capture: Capture
+    parts: StepParts, batch: ForwardBatch, accepted: torch.Tensor, standing: CapturedComb | None, *, capture: Capture
 ) -> Replayable | None:
     """Moves states behind so many drafts of each request of a captured batch, [requests] int64, device, or rows that stand.
 

@@ -27,7 +27,7 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput, Way
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draws import ForcedAcceptance
-from enginery.worker.drafts.trees import Standing, standing_in_comb
+from enginery.worker.drafts.trees import CapturedComb, standing_in_comb
 from enginery.worker.layout import KNOWN, has_pending, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Head, HeadResults, at_the_earliest, captured_moving, move_on
 from enginery.worker.paths.path import Forwarded
@@ -37,7 +37,7 @@ from enginery.worker.token_feed import TokenFeed
 _log: Final = logging.getLogger(__name__)
 
 
-class GraphKey(NamedTuple):
+class DecodeKey(NamedTuple):
     """Of a captured step: requests, rows of each, whether a draft model follows it, and how deep the comb is that the rows begin;
     0: they are a chain."""
 
@@ -79,7 +79,7 @@ class DecodeCapture:
     num_ranks: int = 1
 
     @torch.inference_mode()
-    def capture(self, key: GraphKey) -> CapturedStep:
+    def capture(self, key: DecodeKey) -> CapturedStep:
         """Capture a step. Takes as long as two or three eager ones."""
         size, length, followed, depth = key
         model, relay, feed, pool, results = (parts := self.parts).model, parts.relay, parts.feed, parts.pool, parts.results
@@ -166,7 +166,13 @@ class DecodeCapture:
 
 
 def _keep(
-    steps: DecodeCapture, found: HeadResults, batch: ForwardBatch, packed: Tensor, *, out: Tensor | None, standing: Standing | None
+    steps: DecodeCapture,
+    found: HeadResults,
+    batch: ForwardBatch,
+    packed: Tensor,
+    *,
+    out: Tensor | None,
+    standing: CapturedComb | None,
 ) -> None:
     """For the next step, what the requests of a captured batch go on with. out: how many drafts of each are right; None: of a batch
     without drafts."""
@@ -191,7 +197,7 @@ def _keep(
     feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
-def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, Tensor]:
+def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: DecodeKey) -> tuple[ForwardBatch, Tensor]:
     """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
     num_rows = key.size * key.length
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))

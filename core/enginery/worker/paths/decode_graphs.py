@@ -19,7 +19,7 @@ from enginery.errors import Unsupported
 from enginery.speculate.combs import num_verified
 from enginery.worker.drafts.trees import deepest
 from enginery.worker.paths.captured_step import CapturedStep, HeadResults, NumGuesses, takes_graphs
-from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, DecodeKey
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
 from enginery.worker.sampling import mark_nan
@@ -59,11 +59,11 @@ class DecodeGraphs:
     def __init__(self, steps: DecodeCapture) -> None:
         """Captures the largest, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.steps, self.sizes = steps, graph_sizes(steps.most_rows)
-        self.captured: dict[GraphKey, CapturedStep] = {}
-        self._refused: set[GraphKey] = set()
+        self.captured: dict[DecodeKey, CapturedStep] = {}
+        self._refused: set[DecodeKey] = set()
         self._serves_drafts = steps.parts.feed.named.buffers.get(FEATURES, steps.speculation.hidden) is not None
         self._noted = False
-        self.provide(GraphKey(self.sizes[-1], 1, followed=False))
+        self.provide(DecodeKey(self.sizes[-1], 1, followed=False))
         self.verified_rows = self.sizes[-1]
         most_guesses = (min(steps.parts.feed.width, self.verified_rows) - 1) // (1 + steps.speculation.siblings)  # of one request
         verifying = [key for key in self.waiting(lambda _: most_guesses) if key.length > 1]
@@ -75,18 +75,18 @@ class DecodeGraphs:
         """None, with the reason in the log, where a backend has no `init_graph_state`."""
         return cls(steps) if takes_graphs(steps.parts.relay, steps.most_rows, what="decoding") else None
 
-    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[DecodeKey]:
         """Steps without a graph that loads begin with: plain, before guesses, and with so many of each request; smallest first."""
-        siblings, follows, keys = self.steps.speculation.siblings, self._serves_drafts, list[GraphKey]()
+        siblings, follows, keys = self.steps.speculation.siblings, self._serves_drafts, list[DecodeKey]()
         for size in self.sizes:
             for count in () if num_guesses is None else (num_guesses(size), num_guesses(size + 2)):  # two more may have made them
                 length = 1 + num_verified(count, siblings)
                 if count and size * length <= self.verified_rows:
-                    keys += [GraphKey(size, length, follows, count if siblings else 0), GraphKey(size, 1, follows)]
-            keys.append(GraphKey(size, 1, followed=False))
+                    keys += [DecodeKey(size, length, follows, count if siblings else 0), DecodeKey(size, 1, follows)]
+            keys.append(DecodeKey(size, 1, followed=False))
         return [key for key in keys if key not in self.captured and key not in self._refused]
 
-    def provide(self, key: GraphKey) -> bool:
+    def provide(self, key: DecodeKey) -> bool:
         """Whether there is a graph, which is captured now if it was not yet. If drafts cannot be verified in one, never."""
         if key not in self.captured and key not in self._refused:
             try:
@@ -114,10 +114,10 @@ class DecodeGraphs:
         """Replay the graph of the step's size, which is `ready`."""
         return self.steps.replay(self.captured[self._key_of(step)], step, batch)
 
-    def _key_of(self, step: StepInput) -> GraphKey:
+    def _key_of(self, step: StepInput) -> DecodeKey:
         """Verifications are followed as a rule; what they keep where they are not is less than another graph would take."""
         followed = self._serves_drafts and (step.verifies or step.draft_len > 0)
-        return GraphKey(step.run.size, step.decode_len, followed, deepest(step))
+        return DecodeKey(step.run.size, step.decode_len, followed, deepest(step))
 
     def note_too_large(self, step: StepInput) -> None:
         """Say once that a step of so many requests, in a lane, is decoded eagerly."""

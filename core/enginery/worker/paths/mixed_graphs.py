@@ -37,7 +37,7 @@ MOST_KEYS: Final = 8192  # of a prompt; attention of more takes the device longe
 MOST_ABSORBED: Final = 2048  # likewise of layers with latents
 
 
-class GraphKey(NamedTuple):
+class MixedKey(NamedTuple):
     """Of what is captured: rows, and whether attention is, with how many rows of each request that decodes."""
 
     size: int
@@ -73,9 +73,9 @@ class MixedGraphs:
         self.geometry, self.hidden, self._most_keys = parts.pool.geometry, hidden, most_keys(parts.pool.geometry)
         self.sizes, self._capture_pieces, self._most_requests = piece_sizes(len(hidden)), capture, most_requests
         self._whole, self._in_pieces_too = whole, in_pieces_too
-        self._captured: dict[GraphKey, _Captured] = {}
+        self._captured: dict[MixedKey, _Captured] = {}
         self._refused: set[int] = set()  # numbers of rows of a request that decodes
-        self._too_large: set[GraphKey] = set()  # there was no memory for these when they were needed
+        self._too_large: set[MixedKey] = set()  # there was no memory for these when they were needed
         self.backend_changed()
 
     def backend_changed(self) -> None:
@@ -89,13 +89,13 @@ class MixedGraphs:
         self._captured = {key: captured for key, captured in self._captured.items() if not key.whole}
         self._refused.clear()
         self._too_large.clear()
-        self.provide(GraphKey(self.sizes[-1], self._kinds[0]))
+        self.provide(MixedKey(self.sizes[-1], self._kinds[0]))
 
-    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[MixedKey]:
         """What loads begin with that is not captured, the smallest first. num_guesses: of requests that verify in a chain."""
         guesses = [0] if num_guesses is None else sorted({0, *map(num_guesses, _LOADS)})
         lengths = {True: [1 + count for count in guesses if 1 + count not in self._refused], False: [1]}
-        keys = [GraphKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
+        keys = [MixedKey(size, whole, length) for whole in self._kinds for length in lengths[whole] for size in self.sizes]
         return [key for key in keys if key not in self._captured and key not in self._too_large]
 
     def prepare(self, num_guesses: NumGuesses, *, siblings: int) -> bool:
@@ -106,7 +106,7 @@ class MixedGraphs:
         return False
 
     @torch.inference_mode()
-    def provide(self, key: GraphKey) -> _Captured:
+    def provide(self, key: MixedKey) -> _Captured:
         """What is captured, now if it was not yet, for as long as two or three eager steps. Raises `Unsupported` if backends do."""
         if key in self._captured:
             return self._captured[key]
@@ -141,12 +141,12 @@ class MixedGraphs:
         """
         if self._capture_whole is not None and self._may_be_whole(step, batch):
             try:
-                return self._replay(self._needed(GraphKey(step.run.size, True, step.decode_len)), step, batch)
+                return self._replay(self._needed(MixedKey(step.run.size, True, step.decode_len)), step, batch)
             except Unsupported as error:
                 _log.debug("attention runs between graphs: %s", error)
-        return self._replay(self._needed(GraphKey(step.run.size, whole=False)), step, batch)
+        return self._replay(self._needed(MixedKey(step.run.size, whole=False)), step, batch)
 
-    def _needed(self, key: GraphKey) -> _Captured:
+    def _needed(self, key: MixedKey) -> _Captured:
         """As `provide`. What there is no memory for is tried once."""
         if key in self._too_large:
             raise Unsupported(f"there was no memory to capture steps of {key.size} tokens")

@@ -15,7 +15,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.paths.captured_step import CapturedStep, HeadResults, NumGuesses, takes_graphs
-from enginery.worker.paths.decode_capture import DecodeCapture, GraphKey
+from enginery.worker.paths.decode_capture import DecodeCapture, DecodeKey
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
 from enginery.worker.sampling import NAN_TOKEN
@@ -54,7 +54,7 @@ class RecordedSteps:
 
     def __init__(self, steps: DecodeCapture) -> None:
         self.steps, self.sizes = steps, recorded_sizes(steps.most_rows)
-        self.captured: dict[GraphKey, CapturedStep] = {}
+        self.captured: dict[DecodeKey, CapturedStep] = {}
         self._reasons: set[str] = set()  # why sizes were refused
 
     @classmethod
@@ -62,11 +62,11 @@ class RecordedSteps:
         """Nothing is recorded yet: a start is no slower for it. None as for `DecodeGraphs`."""
         return cls(steps) if takes_graphs(steps.parts.relay, steps.most_rows, what="decoding") else None
 
-    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[DecodeKey]:
         """Steps that are not recorded, the smallest first."""
-        return [key for size in self.sizes if (key := GraphKey(size, 1, followed=False)) not in self.captured]
+        return [key for size in self.sizes if (key := DecodeKey(size, 1, followed=False)) not in self.captured]
 
-    def provide(self, key: GraphKey) -> bool:
+    def provide(self, key: DecodeKey) -> bool:
         """Whether it is recorded, which is tried now if it was not yet."""
         if key not in self.captured and key.size in self.sizes:  # else refused, and asked for before that was known
             try:
@@ -81,11 +81,11 @@ class RecordedSteps:
 
     def ready(self, step: StepInput) -> bool:
         """Whether a step of this size is recorded, or can be now. If not, it has to run as it is."""
-        return self.provide(GraphKey(step.run.size, 1, followed=False))
+        return self.provide(DecodeKey(step.run.size, 1, followed=False))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay that of the step's size. NaN is looked for in Python, as torch's comparison takes 0.2 ms when in no cache."""
-        captured = self.captured[GraphKey(step.run.size, 1, followed=False)]
+        captured = self.captured[DecodeKey(step.run.size, 1, followed=False)]
         forwarded, largest, marked = self.steps.replay(captured, step, batch), captured.made.largest, captured.made.marked
         if largest is not None and marked is not None and any(value != value for value in largest.tolist()):
             marked.masked_fill_(largest.isnan(), NAN_TOKEN)

@@ -292,6 +292,16 @@ def test_without_a_switch_reasoning_cannot_be_switched_off(switchless):
     assert reasoning_of(switchless.chat(reasoning_effort="high"))
 
 
+def test_agents_that_disable_thinking_are_answered_without_a_switch_and_not_told_it(switchless):
+    """As Claude Code does with titles and summaries."""
+    off = {"thinking": {"type": "disabled"}}
+    message = switchless.chat(extra_body=off)
+    assert (message.content, reasoning_of(message)) == ("", None)
+    body = {"model": "fake", "max_tokens": 20, "messages": ASKED, **off}
+    content = switchless.http.post("/v1/messages", json=body).raise_for_status().json()["content"]
+    assert content == [{"type": "thinking", "thinking": "", "signature": ""}]
+
+
 def test_a_model_that_does_not_reason_need_not_be_told_so(trusting):
     off = {"enable_thinking": False}
     assert trusting.prompt(chat_template="plain", chat_template_kwargs=off) == "plain"

@@ -71,7 +71,7 @@ class _Layout:
 
     def __init__(self, asked: MessagesRequest, opened: Conversation, applied: list[dict[str, object]]) -> None:
         self._opened = opened
-        self._shows_thinking = asked.thinking is None or asked.thinking.display != "omitted"
+        self._shows_thinking = asked.thinking is None or asked.thinking.is_told
         self._management = {} if asked.context_management is None else {"context_management": {"applied_edits": applied}}
         self.tally = opened.tally
         self._blocks = Blocks()

@@ -26,7 +26,8 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     """Renders messages and tools as the request asks. reasons: a parser of reasoning suits the model. Raises `RequestError`.
 
     An effort is the template's variable of that name, and the switch with which the model reasons or does not; a template without
-    them goes without. "none" needs one where the model reasons, as does a switch that is off in `chat_template_kwargs`.
+    them goes without. "none" needs one where the model reasons, as does a switch that is off in `chat_template_kwargs`; `thinking`
+    that is disabled does not.
     """
     if asked.chat_template is not None and not trusts_templates:
         why = "templates of requests are not trusted here; the operator may allow them with --trust-request-chat-template"
@@ -35,12 +36,13 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     switches = _switches_of(asked, variables)
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}
+    is_off = asked.effort == "none" and (asked.thinking is None or asked.thinking.type != "disabled")
     return partial(
         template.render,
         template=asked.chat_template,
         variables=variables,
         switches=switches,
-        needs_switch=asked.effort == "none" and reasons and not variables.keys() & {"reasoning_effort", *_SWITCHES},
+        needs_switch=is_off and reasons and not variables.keys() & {"reasoning_effort", *_SWITCHES},
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message is True,
     )

@@ -152,11 +152,18 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """As Anthropic's and GLM's clients send it. budget_tokens: without effect. display: omitted leaves the text of thinking out."""
+    """As Anthropic's and GLM's clients send it. budget_tokens: without effect. display: omitted leaves the text of thinking out.
+
+    disabled: a model that nothing keeps from reasoning does, and the text is left out; agents send it with what should be short.
+    """
 
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: Int | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_told(self) -> bool:
+        return self.type != "disabled" and self.display != "omitted"
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -212,4 +219,4 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def shows_reasoning(self) -> bool:
         excluded = self.include_reasoning is False or (self.reasoning is not None and self.reasoning.exclude)
-        return not excluded and (self.thinking is None or self.thinking.display != "omitted")
+        return not excluded and (self.thinking is None or self.thinking.is_told)

@@ -198,10 +198,10 @@ def test_without_memory_for_the_graphs_of_prompts_these_run_without_from_then_on
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, whole: bool
 ) -> None:
     """In pieces, where there is memory for those; else eagerly."""
-    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[mixed_graphs.DecodeKey]()
+    expected, tried = serve(Engine.build(options(**SIZES), registry), requests_of(2)), list[mixed_graphs.MixedKey]()
     provide, wanted = mixed_graphs.MixedGraphs.provide, {True} if whole else {True, False}
 
-    def full(graphs: mixed_graphs.MixedGraphs, key: mixed_graphs.DecodeKey) -> object:
+    def full(graphs: mixed_graphs.MixedGraphs, key: mixed_graphs.MixedKey) -> object:
         if key.whole not in wanted or key in graphs._captured:
             return provide(graphs, key)
         tried.append(key)

@@ -377,7 +377,7 @@ from enginery.api import ModelSpec, hookimpl
 @hookimpl
 def register_models():
     architectures = ("LlamaForCausalLM",)
-    return [ModelSpec(name="another", api=(2, 0), priority={priority}, architectures=architectures, describe=print, build=print)]
+    return [ModelSpec(name="another", api=(2, 0), priority={priority}, architectures=architectures, describe=int, build=print)]
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -74,7 +75,8 @@ def test_a_tree_that_cannot_be_written_to_is_said_in_one_line(target: str, is_se
     for made in (".serve", ".test") if is_set_up else ():
         (venv / made).touch()
     command = ["make", target, f"VENV={venv}", f"PYTHON={sys.executable}", f"SHELL={shell}"]
-    done = subprocess.run(command, cwd=tree, check=False, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, cwd=tree, check=False, capture_output=True, text=True, env=environment)
     told, ended = done.stderr.splitlines()
     assert told.startswith(f"{tree}/{place} cannot be written to, ")
     assert ended.startswith("make: ***")

@@ -11,7 +11,7 @@ import torch
 
 from enginery.contracts.attention import LayerSpec
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.memory import RecurrentWeights
+from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape
@@ -42,14 +42,9 @@ class KimiDeltaAttention:
         whole, self.num_heads = of.value_heads * dim, facts.value_heads
         self._take_projections(weights, hidden, whole, rank, dim=dim)
         self.widen = None if rank is None else context.ops.bind_linear(self._widening(weights, whole, rank, dim=dim), None)
-        taps, own = (whole, 1, facts.conv_kernel), weights.share(of.value_heads)
-        if weights.has("conv1d.weight"):
-            conv = take_conv(weights, "conv1d", of)[0]
-        else:
-            parts = [weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim) for name in "qkv"]
-            conv = torch.cat(parts).squeeze(1)
+        own, is_joined = weights.share(of.value_heads), weights.has("conv1d.weight")
         recurrent = RecurrentWeights(
-            conv=conv,
+            conv=take_conv(weights, "conv1d", of)[0] if is_joined else _joined(context, weights, facts, whole),
             a_log=weights.take("A_log", decay_shape, dtype=torch.float32).flatten()[own.start : own.stop],
             dt_bias=weights.take("dt_bias", (whole,), dtype=torch.float32, cut=Cut.ROWS, unit=dim).view(-1, dim),
         )
@@ -102,3 +97,13 @@ class KimiDeltaAttention:
         out = torch.empty((len(x), self.num_heads, len(self.norm)), dtype=x.dtype, device=x.device)  # [T, H, D]
         self.advance(mixed, gates, self.spec, batch, out)
         return self.out(self.gated_rms_norm(out, gate.view(out.shape), self.norm, self.norm_eps, "sigmoid").view(len(x), -1))
+
+
+def _joined(context: ModelContext, weights: WeightSource, facts: RecurrentFacts, whole: int) -> torch.Tensor:
+    """The convolutions of queries, keys and values, [3 H D, W]. whole: H D of all ranks. Not by `torch.cat`, whose shapes alone
+    bring torch's compiler in."""
+    dim, taps = facts.value_dim, facts.conv_kernel
+    made = torch.empty(3, facts.value_heads * dim, taps, dtype=context.dtype, device=context.device)
+    for part, name in zip(made, "qkv", strict=True):
+        part[:] = weights.take(f"{name}_conv1d.weight", (whole, 1, taps), cut=Cut.ROWS, unit=dim).squeeze(1)
+    return made.flatten(0, 1)

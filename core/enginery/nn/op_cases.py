@@ -23,6 +23,7 @@ from enginery.nn.stored import check_widens
 OpFn = Callable[..., Any]  # Any: every operation has arguments and results of its own
 Results = Mapping[str, torch.Tensor]
 _SEED: Final = 20_18
+_LARGE: Final = 512.0  # as some channels of real models; its square is none of float16's
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,12 +125,12 @@ def _products(linear: LinearFn, given: Inputs, *, rows: int, size: int) -> dict[
     return {"product": product, "residual": residual, "norm": normed, "product of it": linear(normed)}
 
 
-def _rms_norm(op: OpFn, given: Inputs, *, shape: tuple[int, ...], weight: tuple[int, ...]) -> Results:
-    return {"returned": op(given.rows(*shape[:-1], shape[-1] + 8)[..., 8:], given.randn(*weight), 1e-5)}
+def _rms_norm(op: OpFn, given: Inputs, *, shape: tuple[int, ...], weight: tuple[int, ...], scale: float = 1.0) -> Results:
+    return {"returned": op(given.rows(*shape[:-1], shape[-1] + 8).mul_(scale)[..., 8:], given.randn(*weight), 1e-5)}
 
 
-def _add_rms_norm(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
-    x, residual = given.rows(rows, size), given.rows(rows, size)
+def _add_rms_norm(op: OpFn, given: Inputs, *, rows: int, size: int, scale: float = 1.0) -> Results:
+    x, residual = given.rows(rows, size).mul_(scale), given.rows(rows, size).mul_(scale)
     return {"returned": op(x, residual, given.randn(size), 1e-5), "residual": residual}
 
 
@@ -263,9 +264,11 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         _rms_norm,
         "shape weight",
         *(((2, 32), (32,)), ((1, 1024), (1024,)), ((5, 768), (768,)), ((33, 17), (17,))),
-        *(((2, 5000), (5000,)), ((3, 4, 16), (16,)), ((3, 4, 16), (4, 16)), ((0, 64), (64,))),
-    ),
-    "add_rms_norm": _cases(_add_rms_norm, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (2, 5000), (0, 64)),
+        *(((2, 5000), (5000,)), ((3, 4, 16), (16,)), ((3, 4, 16), (4, 16)), ((0, 64), (64,)), ((257, 24), (24,))),
+    )
+    + _cases(_rms_norm, "shape weight scale", ((2, 96), (96,), _LARGE)),
+    "add_rms_norm": _cases(_add_rms_norm, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (2, 5000), (0, 64), (257, 24))
+    + _cases(_add_rms_norm, "rows size scale", (2, 96, _LARGE)),
     "gated_rms_norm": _cases(
         _gated_rms_norm,
         "rows heads size gating",
@@ -290,9 +293,9 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         "rows heads dims",
         *((2, 4, (32, 16, 32)), (9, 16, (512, 64, 128)), (1, 1, (64, 8, 24)), (0, 4, (32, 16, 32))),
     ),
-    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64))
+    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64), (257, 24))
     + _cases(_gated_silu, "rows size gates", (5, 512, 60.0)),
-    "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64))
+    "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64), (257, 24))
     + _cases(_gated_sigmoid, "rows size gates", (5, 512, 60.0)),
     "route": _cases(
         _route,

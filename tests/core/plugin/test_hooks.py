@@ -116,7 +116,7 @@ def test_hook_create_sparse_coordinator(site) -> None:
 
 
 def test_hook_register_models(site) -> None:
-    code = registering("register_models", "ModelSpec", architectures="('A',)", describe="None", build="None")
+    code = registering("register_models", "ModelSpec", architectures="('A',)", describe="print", build="print")
     assert offers_of(site, code) == ("model:x",)
 
 
@@ -126,12 +126,12 @@ def test_hook_register_checkpoints(site) -> None:
 
 
 def test_hook_register_ops(site) -> None:
-    code = registering("register_ops", "OpSpec", priority="1", provides="('rms_norm',)", refuse="None", load="None")
+    code = registering("register_ops", "OpSpec", priority="1", provides="('rms_norm',)", refuse="print", load="print")
     assert offers_of(site, code) == ("op:x",)
 
 
 def test_hook_register_weight_formats(site) -> None:
-    fields = dict(priority="0", summary="''", methods="('x',)", reads="None", refuse="None", load="None")
+    fields = dict(priority="0", summary="''", methods="('x',)", reads="print", refuse="print", load="print")
     site.install("p", registering("register_weight_formats", "WeightFormatSpec", **fields))
     assert [offer.name for offer in Registry.load().offers(WeightFormatSpec)] == ["x"]
 

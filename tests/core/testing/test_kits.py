@@ -187,7 +187,7 @@ def test_an_operation_that_is_wrong_for_one_dtype_is_told_by_that() -> None:
         return reference_ops.gated_silu(x) * (1.5 if x.dtype is torch.bfloat16 else 1)
 
     (advice,) = tried(gated_silu=gated_silu).advice()
-    assert advice == "wrong numbers: all 5 failures have dtype bfloat16, 1 of the 9 others"
+    assert advice == "wrong numbers: all 6 failures have dtype bfloat16, 1 of the 10 others"
 
 
 def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from core.testing.test_kits import tried
+from core.testing.test_kits import CPU, offer, tried
 
 from enginery.contracts.ops import SamplingTensors
 from enginery.nn import reference_ops
+from enginery.testing.kits.checks import run_checks
+from enginery.testing.kits.ops import checks_of_ops
 
 NO_EPS = 1e-12
 EPS_AT = {
@@ -49,6 +51,14 @@ class NormingWithoutEps:
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return reference_ops.add_rms_norm(x, residual, weight, NO_EPS)
+
+
+def rms_norm_in_half(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x * x).mean(-1, keepdim=True).add(eps).rsqrt() * weight
+
+
+def silu_of_few_rows(x: torch.Tensor) -> torch.Tensor:
+    return reference_ops.gated_silu(x).index_fill(0, torch.arange(64, max(64, len(x))), 0)
 
 
 def silu_by_exp(x: torch.Tensor) -> torch.Tensor:
@@ -100,6 +110,7 @@ def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None
         *((op, without_eps(op), "rows 2, ", "wrong numbers") for op in ("qk_norm_rotary", "qk_norm_rotary_write")),
         ("latent_norm_rotary_write", latents_without_eps, "rows 2, ", "wrong numbers"),
         ("bind_linear", NormingWithoutEps, "rows 1, ", "wrong numbers"),
+        ("gated_silu", silu_of_few_rows, "rows 257, ", "wrong numbers"),
         ("gated_silu", silu_by_exp, "gates 60.0, ", "NaN"),
         ("gated_silu", silu_of_small_gates, "gates 60.0, ", "wrong numbers"),
         ("gated_sigmoid", sigmoid_by_exp, "gates 60.0, ", "NaN"),
@@ -114,3 +125,13 @@ def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None
 def test_a_fault_at_the_edges_of_an_operation_is_found(op: str, function, case: str, fault: str) -> None:
     rows = [row for row in tried(**{op: function}).rows if row.outcome == "failed"]
     assert {row.fault for row in rows if case in row.case} == {fault}, [row.message for row in rows]
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_a_norm_that_squares_large_numbers_in_half_precision_is_found(op: str) -> None:
+    def add_rms_norm_in_half(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm_in_half(residual.add_(x), weight, eps)
+
+    function = {"rms_norm": rms_norm_in_half, "add_rms_norm": add_rms_norm_in_half}[op]
+    report = run_checks("mine", checks_of_ops(offer(**{op: function}), device=CPU, dtypes=("float16",)))
+    assert [row.case for row in report.rows if row.outcome == "failed" and "scale 512.0" in row.case]

@@ -36,13 +36,12 @@ def renderer(template: ChatTemplate, asked: ChatRequest, *, reasons: bool, trust
     switches = _switches_of(asked, variables)
     if not reasons:
         switches |= {name: variables.pop(name) for name in _SWITCHES if variables.get(name) is False}
-    is_off = asked.effort == "none" and (asked.thinking is None or asked.thinking.type != "disabled")
     return partial(
         template.render,
         template=asked.chat_template,
         variables=variables,
         switches=switches,
-        needs_switch=is_off and reasons and not variables.keys() & {"reasoning_effort", *_SWITCHES},
+        needs_switch=asked.may_not_reason and reasons and not variables.keys() & {"reasoning_effort", *_SWITCHES},
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message is True,
     )

@@ -217,6 +217,11 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.reasoning_effort or reasoning.effort or ("medium" if True in enabled else None)
 
     @property
+    def may_not_reason(self) -> bool:
+        """Whether it is refused where nothing keeps the model from reasoning."""
+        return self.effort == "none" and (self.thinking is None or self.thinking.type != "disabled")
+
+    @property
     def shows_reasoning(self) -> bool:
         excluded = self.include_reasoning is False or (self.reasoning is not None and self.reasoning.exclude)
         return not excluded and (self.thinking is None or self.thinking.is_told)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
@@ -43,6 +43,21 @@ def outcomes(report: KitReport) -> dict[str, str]:
 
 def test_a_sound_family_passes_all_but_what_needs_a_gpu(folder: Path) -> None:
     report = tried(folder)
+    assert [row.message for row in report.rows if row.outcome == "failed"] == []
+    assert [row.rule for row in report.rows if row.outcome == "skipped"] == ["graphs"]
+
+
+def test_a_model_beside_one_for_images_is_checked_like_any_other(tmp_path: Path) -> None:
+    """config.json has the vocabulary and the window in its text_config alone."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16, sliding_window=64)
+    text = sizes | dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
+    images = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    tokens = dict(image_token_index=250, boi_token_index=251, eoi_token_index=252)
+    config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4, **tokens)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert max(map(len, ModelSubject(folder=tmp_path).prompts)) == sizes["sliding_window"] + 20
+    report = tried(tmp_path)
     assert [row.message for row in report.rows if row.outcome == "failed"] == []
     assert [row.rule for row in report.rows if row.outcome == "skipped"] == ["graphs"]
 
@@ -149,7 +164,7 @@ def test_what_does_not_cross_is_caught_by_pipeline_stages(folder: Path, monkeypa
 
 @pytest.mark.parametrize(("window", "longest"), [(None, 70), (24, 70), (100, 120), (4096, 70)])
 def test_a_prompt_is_longer_than_a_short_window(window: int | None, longest: int, tmp_path: Path) -> None:
-    folder = write_tiny_checkpoint(tmp_path, {**TINY_CONFIG, "sliding_window": window})
+    folder = write_tiny_checkpoint(tmp_path, {**TINY_CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": window})
     assert max(map(len, ModelSubject(folder=folder).prompts)) == longest
 
 

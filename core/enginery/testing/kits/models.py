@@ -22,6 +22,7 @@ from enginery.checkpoint.folder import read_config
 from enginery.contracts.request import SamplingParams
 from enginery.errors import Unsupported
 from enginery.llm.llm import LLM
+from enginery.plugin.registry import Registry
 from enginery.testing.kits.checks import KitCheck
 from enginery.testing.kits.model_ranks import pipeline_stages, tensor_ranks
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
@@ -59,10 +60,10 @@ class ModelSubject:
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
         """One of each length, and one longer than a short window, of any tokens but those that config.json has a use for."""
-        chosen, most = random.Random(0), int(self.config["vocab_size"])
-        window = int(self.config.get("sliding_window") or 0)
+        facts = Registry.load().find_model(self.config)[0].spec.describe(self.config)  # config.json may have them in a part of it
+        window, chosen = max((layer.sliding_window or 0 for layer in facts.layers), default=0), random.Random(0)
         lengths = (*_LENGTHS, window + _BEHIND) if _LENGTHS[-1] - _BEHIND < window <= _LONGEST_WINDOW else _LENGTHS
-        usual = sorted({*range(most)} - {*_special_tokens(self.config)})
+        usual = sorted({*range(facts.vocab_size)} - {*_special_tokens(self.config)})
         return [chosen.choices(usual, k=length) for length in lengths]
 
     def open(self, **changes: object) -> LLM:

@@ -336,6 +336,8 @@ def test_keys_come_from_a_file_too_and_are_never_shown(tmp_path):
     file.write_text("# of the team\nhunter2\n\n hunter3 \n")
     assert read_keys(file) == ("hunter2", "hunter3")
     assert "hunter" not in repr(ServeSettings(api_keys=read_keys(file)))
+    file.write_text("hunter2\n", encoding="utf-8-sig")  # with a byte order mark
+    assert read_keys(file) == ("hunter2",)
     file.write_text("# none\n \t\n")
     with pytest.raises(ConfigError, match="has no key"):
         read_keys(file)

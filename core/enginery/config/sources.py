@@ -111,7 +111,7 @@ def _from_environment(
 
 def _from_file(file: Path, kinds: Mapping[str, object], others: Collection[str]) -> Iterator[tuple[str, Sourced]]:
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors begin with a byte order mark
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:

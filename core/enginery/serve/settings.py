@@ -107,7 +107,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return ()
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the keys in {file} cannot be read: {why}") from error

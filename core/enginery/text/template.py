@@ -252,7 +252,7 @@ def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_pro
 def _read_file(file: str) -> str:
     """The template that is asked for, which must be one. The model's own is untrusted, so that only its process looks at it."""
     try:
-        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--chat-template {file} cannot be read: {why}; give a file with the template's text") from error

@@ -92,6 +92,10 @@ def test_a_wrong_file_is_named(toml, text, words):
         engine_options({}, {}, toml(text))
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(toml):
+    assert engine_options({}, {}, toml("\ufeffpage_size = 3")).page_size == 3
+
+
 @pytest.mark.parametrize("graphs", ["TRUE", "FALSE"])
 def test_what_a_variable_is_said_to_be_here_is_understood(graphs):
     assert engine_options({}, {"ENGINERY_GRAPHS": graphs}).graphs is (graphs == "TRUE")

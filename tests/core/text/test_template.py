@@ -219,6 +219,13 @@ def test_a_template_that_is_asked_for_is_looked_at_at_once(text, told, tmp_path)
             ChatTemplate.from_folder(tmp_path, tokenizer, file=str(file))
 
 
+def test_a_byte_order_mark_of_a_template_that_is_asked_for_is_in_no_prompt(tmp_path):
+    save(byte_level(), tmp_path)
+    file = tmp_path / "asked.jinja"
+    file.write_text("hi", encoding="utf-8-sig")
+    assert ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path), file=str(file)).source == "hi"
+
+
 def test_a_model_without_a_template_says_what_to_do(rendered):
     with pytest.raises(RequestError, match="/v1/completions"):
         rendered(None)

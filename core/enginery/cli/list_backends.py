@@ -52,9 +52,10 @@ def list_backends(
     """Show the attention backends on offer. With --why MODEL, exits with 1 if none of them serves the model."""
     registry = load_registry(block, no_plugins=no_plugins)
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
+    if why is None and asked != EngineOptions():
+        raise ConfigError("--device, --dtype and --page-size are asked for a model; name it with --why MODEL, or leave them out")
     asking = None if why is None else _asking(why, asked, registry)
-    candidates = {} if asking is None else _weigh(asking, registry)
-    ops = [] if asking is None else weigh_ops(asking.ops, registry.offers(OpSpec))
+    candidates, ops = ({}, []) if asking is None else (_weigh(asking, registry), weigh_ops(asking.ops, registry.offers(OpSpec)))
     if as_json:
         print(json.dumps(_as_data(registry, candidates) | ({} if asking is None else {"ops": ops}), indent=2))
     else:
@@ -90,8 +91,7 @@ def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ..
 
 def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     """What the model needs of attention backends and of operations."""
-    best = "cuda" if "cuda" in present_devices() else "cpu"
-    device = best if asked.device == "auto" else asked.device
+    device = asked.device if asked.device != "auto" else "cuda" if "cuda" in present_devices() else "cpu"
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}, but must be auto, cpu or cuda")
     folder = find_folder(model, registry)
@@ -114,8 +114,7 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
 
 def _compute_capability() -> tuple[int, int] | None:
     """The first CUDA device's, from the driver's own tool, because torch takes seconds to import."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if (tool := shutil.which("nvidia-smi")) is None:
         return None
     command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -16,7 +16,7 @@ def check_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint in Hugging Face's layout; a small one is best.")],
     *,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to run it.")] = "cpu",
-    load_format: Annotated[str, typer.Option(help="dummy: draw weights; then there is no parity to check.")] = "auto",
+    load_format: Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: draw weights; no parity to check then.")] = "auto",
     only: OnlyFlag = "",
     stop_first: StopFlag = False,
     as_json: ReportFlag = False,

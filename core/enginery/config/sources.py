@@ -62,8 +62,9 @@ def instead_of(name: str, value: object, known: Collection[str], write: Callable
 
     write: as its source writes what Python writes as NAME or NAME=False.
     """
-    if name == "option":  # as the flag is called
-        return f"; here it is {write('plugin_options')}"
+    flags = {"option": f"here it is {write('plugin_options')}", "config": "a file of settings is named by --config alone"}
+    if name in flags:  # as they are called there
+        return f"; {flags[name]}"
     others, flag, is_on = flags_of_others(), name.replace("_", "-"), str(value).lower() not in ("false", "0")
     if not is_on and f"--no-{flag}" in others:
         flag, is_on = f"no-{flag}", True

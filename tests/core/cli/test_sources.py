@@ -67,6 +67,7 @@ def test_the_file_is_read_by_type(toml):
         ({"ENGINERY_ENFORCE_EAGER": "1"}, "here it is ENGINERY_GRAPHS=FALSE$"),
         ({"ENGINERY_ENFORCE_EAGER": "0"}, "here it is ENGINERY_GRAPHS=TRUE$"),
         ({"ENGINERY_ENABLE_PREFIX_CACHING": "False"}, "here it is ENGINERY_PREFIX_CACHE=FALSE$"),
+        ({"ENGINERY_CONFIG": "engine.toml"}, "correct its name; a file of settings is named by --config alone$"),
         ({"ENGINERY_XYZZY": "1"}, "correct its name$"),
     ],
 )
@@ -83,6 +84,7 @@ def test_a_wrong_variable_is_named(environ, words):
         ("page_size = ", "engine.toml is not TOML"),
         ("[xyzzy]\nport = 1", "'xyzzy'.*known are"),
         ("gpu-memory-utilization = 0.9", "'gpu-memory-utilization'.*; here it is memory_fraction, the share of the free memory$"),
+        ('config = "other.toml"', "no such setting; a file of settings is named by --config alone$"),
         ("enable_prefix_caching = false", "here it is prefix_cache=false$"),
         ("enable_prefix_caching = true", "that is always so here; leave it out$"),
     ],

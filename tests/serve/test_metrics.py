@@ -56,3 +56,14 @@ def test_the_time_of_a_token_is_of_those_behind_the_first():
     of = {name: getattr(meter, name).total for name in ("ttft", "queued", "prefill", "itl", "decode", "e2e", "per_token")}
     assert of == {"ttft": 1.0, "queued": 0.5, "prefill": 0.5, "itl": 4.0, "decode": 4.0, "e2e": 5.0, "per_token": 2.0}
     assert (meter.num_open, meter.num_unstarted, meter.num_ahead) == (0, 0, 0)
+
+
+def test_prompts_that_are_embedded_or_scored_have_no_output():
+    """The token that is sampled all the same is none, and that it happens to be a stop token ends nothing."""
+    meter = RequestMeter()
+    asked = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=1), prompt_only=True)
+    times = meter.begin(asked)
+    meter.add(times, RequestOutput(request_id="r", token_ids=(5,), finish_reason=FinishReason.STOP), times.began_s + 1.0)
+    assert (times.num_output, meter.num_output, meter.generation_tokens.total, meter.num_prompt) == (0, 0, 0.0, 2)
+    assert (sum(meter.prompt_tokens.counts), sum(meter.ttft.counts), dict(meter.ended)) == (1, 1, {"length": 1})
+    assert (meter.num_open, meter.num_unstarted, meter.num_ahead) == (0, 0, 0)

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from enginery.contracts.batch import FULL
 from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats, ExpertCounts
-from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput
 from enginery.contracts.schedule import PageCounts
 from enginery.plugin.manifest import Manifest
 
@@ -46,16 +46,17 @@ class Histogram:
 class RequestTimes:
     """The counts and times of one request of the engine. Times are seconds of the monotonic clock; 0 means not yet.
 
-    num_ahead: tokens that the engine has yet to compute, as far as is known: of the prompt, then one at a time.
+    num_ahead: tokens that the engine has yet to compute, as far as is known: of the prompt, then one at a time. prompt_only: the
+    token that is sampled all the same is no output, and whether it is a stop token means nothing.
     """
 
     __slots__ = (
         *("began_s", "first_s", "last_s", "num_ahead", "num_cached"),
-        *("num_output", "num_prompt", "queued_s", "reason", "request_id"),
+        *("num_output", "num_prompt", "prompt_only", "queued_s", "reason", "request_id"),
     )
 
-    def __init__(self, request_id: str, num_prompt: int, num_ahead: int) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, num_prompt: int, num_ahead: int, *, prompt_only: bool) -> None:
+        self.request_id, self.prompt_only = request_id, prompt_only
         self.num_prompt, self.num_ahead, self.num_cached, self.num_output = num_prompt, num_ahead, 0, 0
         self.began_s = time.monotonic()
         self.queued_s = self.first_s = self.last_s = 0.0
@@ -81,7 +82,7 @@ class RequestMeter:
     def begin(self, request: GenerationRequest, *, num_known: int = 0) -> RequestTimes:
         """Count a request that is sent to the engine, and start its times. num_known: tokens that it is thought to have cached."""
         num_prompt = len(request.prompt_token_ids)
-        times = RequestTimes(request.request_id, num_prompt, max(1, num_prompt - num_known))
+        times = RequestTimes(request.request_id, num_prompt, max(1, num_prompt - num_known), prompt_only=request.prompt_only)
         self.num_open += 1
         self.num_unstarted += 1
         self.num_begun += 1
@@ -106,12 +107,13 @@ class RequestMeter:
             self.num_prompt += times.num_prompt
             self.num_cached += output.num_cached_tokens
         times.last_s = now_s
-        times.num_output += count
-        self.num_output += count
+        if not times.prompt_only:
+            times.num_output += count
+            self.num_output += count
         if output.error is not None:
             self.end(times, "error")
         elif output.finish_reason is not None:
-            self.end(times, output.finish_reason)
+            self.end(times, FinishReason.LENGTH if times.prompt_only else output.finish_reason)
 
     def end(self, times: RequestTimes, reason: str) -> None:
         """Count the end of a request, once: the first reason counts, one of `REASONS` or REJECTED."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from enginery.checkpoint.folder import read_json
+from enginery.checkpoint.folder import read_json, text_part
 from enginery.checkpoint.formats import other_weights
 from enginery.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def dtype_of_most(folder: Path) -> str | None:
 
 def with_own_head(config: Mapping[str, object], folder: Path, *, warns: bool) -> dict[str, object]:
     """config.json; not tied where the files hold a head of other values than the embedding, as in transformers. warns: says so."""
-    within = text if isinstance(text := config.get("text_config"), Mapping) else {}
+    within = text_part(config)
     said = _said_of_ties(config, within)
     if (said and not any(said)) or (head := _own_head(folder)) is None:
         return dict(config)

@@ -27,13 +27,17 @@ _UNWANTED: Final = ["[!1]*/*", "1[!_]*/*", "consolidated*"]  # folders but 1_Poo
 _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
 
 
+def text_part(config: Mapping[str, object]) -> Mapping[str, object]:
+    """What config.json says of the text model alone, where it stands beside one for images; else nothing."""
+    return text if isinstance(text := config.get("text_config"), Mapping) else {}
+
+
 def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, object]:
     """config.json with the `dtype` that it may leave out: that of its text model, else of most plain numbers in the files.
 
     folder: of the files; None: there are none.
     """
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
+    parts = (config, text_part(config))
     dtype = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     if dtype is None and folder is not None:
         from enginery.checkpoint.files import dtype_of_most  # with torch, which most need not wait for

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from enginery.checkpoint.files import with_own_head
-from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json, with_dtype
+from enginery.checkpoint.folder import (
+    end_of_sequence,
+    find_folder,
+    find_tokenizer_folder,
+    read_config,
+    read_json,
+    text_part,
+    with_dtype,
+)
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
@@ -284,8 +292,7 @@ def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str,
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """generation_config.json states one or several, else config.json, else its `text_config`. The tokenizer's own counts too."""
-    within = text if isinstance(text := config.get("text_config"), Mapping) else {}
-    said = (each.get("eos_token_id") for each in (read_json(folder / "generation_config.json"), config, within))
+    said = (each.get("eos_token_id") for each in (read_json(folder / "generation_config.json"), config, text_part(config)))
     stated = next((each for each in said if each is not None), [])
     ids = stated if isinstance(stated, list) else [stated]
     if not all(isinstance(one, int) for one in ids):

@@ -15,6 +15,7 @@ import torch
 
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import READABLE
+from enginery.checkpoint.folder import text_part
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL
 from enginery.contracts.model import ModelContext, ModelFacts, ModelSpec
@@ -112,6 +113,5 @@ def expert_share(config: Mapping[str, object], count: int) -> float | None:
 
 def _stated(config: Mapping[str, object], keys: Iterable[str]) -> int:
     """The first number that config.json has under one of the keys, 0 for none."""
-    text = config.get("text_config")
-    whole = {**config, **text} if isinstance(text, Mapping) else config
+    whole = {**config, **text_part(config)}
     return next((value for key in keys if isinstance(value := whole.get(key), int) and value), 0)

@@ -79,6 +79,16 @@ class _Added(msgspec.Struct):
     content: str
 
 
+def stated_eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """generation_config.json states one or several, else config.json, else its `text_config`. The tokenizer's own counts too."""
+    said = (each.get("eos_token_id") for each in (read_json(folder / "generation_config.json"), config, text_part(config)))
+    stated = next((each for each in said if each is not None), [])
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(one, int) for one in ids):
+        raise CheckpointError(f"eos_token_id of {folder} is {stated!r}, which must be a token id or a list of them")
+    return frozenset(ids)
+
+
 def end_of_sequence(folder: Path) -> frozenset[int]:
     """The id of a tokenizer's `eos_token`, without loading it; empty where the files do not say."""
     named = read_json(folder / "tokenizer_config.json").get("eos_token")

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 
 from enginery.checkpoint.files import with_own_head
-from enginery.checkpoint.folder import (
-    end_of_sequence,
-    find_folder,
-    find_tokenizer_folder,
-    read_config,
-    read_json,
-    text_part,
-    with_dtype,
-)
+from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, stated_eos_ids, with_dtype
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
@@ -29,7 +21,7 @@ from enginery.contracts.model import CheckpointSpec, Feature, ModelFacts, ModelS
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
-from enginery.errors import CheckpointError, Unsupported
+from enginery.errors import Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
@@ -279,7 +271,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry, *, warns: bool = T
         names=served_names(asked, model),
         config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder, warns=warns),
         dtype_from="config.json" if random or with_dtype(config, None).get("dtype") else "most weights",
-        eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
+        eos_token_ids=stated_eos_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",
         random=random,
     )
@@ -288,13 +280,3 @@ def find_checkpoint(asked: EngineOptions, registry: Registry, *, warns: bool = T
 def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str, Path]:
     """Folders of the draft models that come with a checkpoint, by drafter."""
     return next((offer.spec.drafters for offer in registry.offers(CheckpointSpec) if offer.spec.folder == checkpoint.folder), {})
-
-
-def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json states one or several, else config.json, else its `text_config`. The tokenizer's own counts too."""
-    said = (each.get("eos_token_id") for each in (read_json(folder / "generation_config.json"), config, text_part(config)))
-    stated = next((each for each in said if each is not None), [])
-    ids = stated if isinstance(stated, list) else [stated]
-    if not all(isinstance(one, int) for one in ids):
-        raise CheckpointError(f"eos_token_id of {folder} is {stated!r}, which must be a token id or a list of them")
-    return frozenset(ids)

@@ -127,7 +127,7 @@ class Replica:
         self.prefixes, self.facts, self.asked = SentPrefixes(), SimpleNamespace(num_pages=1000, page_size=16), 0
         self.client = SimpleNamespace(options=SimpleNamespace(page_size=16, prefix_cache=True))
 
-    def standing(self, hashes: list[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
+    def candidate(self, hashes: list[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
         self.asked += 1
         known = self.prefixes.num_known(hashes) * block_size
         return Candidate(serves=True, is_silent=False, is_full=False, waiting=planned[1], cached=known, num_sent=planned[0])

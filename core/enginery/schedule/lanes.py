@@ -79,13 +79,13 @@ class LaneScheduler:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
         tokens = prompt_tokens(asked, self._lanes[0].settings.vocab_size)
         reuses = asked.params.prompt_logprobs is None
-        standings = [
+        candidates = [
             Candidate(
                 waiting=lane.table.num_ahead, cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0, num_sent=sent
             )
             for lane, sent in zip(self._lanes, self._num_sent, strict=True)
         ]
-        place = choose(len(tokens), standings)
+        place = choose(len(tokens), candidates)
         assert place is not None, "every lane serves"
         elsewhere = sum(lane.num_waiting for number, lane in enumerate(self._lanes) if number != place)
         self._lanes[place].submit(asked, held=held, num_elsewhere=elsewhere)

@@ -84,7 +84,7 @@ class Replica:
         """Whether its end is not the last."""
         return self.facts is not None and self._left > 0 and not self.is_stopping
 
-    def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
+    def candidate(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Candidate:
         """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
         meter, (num_planned, tokens_planned) = self.client.meter, planned
         return Candidate(
@@ -286,8 +286,8 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
         if (route := routes.get((prompt, salt))) is None:
             hashes = block_hashes(prompt, salt, size=size) if options.prefix_cache else []
             planned = [(num_planned[number], tokens_planned[number]) for number in range(len(replicas))]
-            standings = [each.standing(hashes, size, plan) for each, plan in zip(replicas, planned, strict=True)]
-            route = routes[prompt, salt] = choose(len(prompt), standings) or 0, hashes  # where none serves, the first says why
+            candidates = [each.candidate(hashes, size, plan) for each, plan in zip(replicas, planned, strict=True)]
+            route = routes[prompt, salt] = choose(len(prompt), candidates) or 0, hashes  # where none serves, the first says why
         place, hashes = route
         placed = _placed(replicas[place], alike, hashes, size)
         num_planned[place] += len(alike)

@@ -3,8 +3,8 @@
     thread 0   stage 0 ── arrived ──> stage 1      each thread is one rank of a stage, and runs the stages one after the other
     thread 1   stage 0 ── arrived ──> stage 1      sums over ranks are taken in rank order, so all ranks have the same bits
 
-Attention follows its definition, over one sequence that is computed at once: what is compared is the model, not a backend.
-T tokens, H query heads, K KV heads, D head dim, V value dim; R latent rank, N, P: head dims without and with rotary position.
+Attention is the formula of `testing.reference`, over one sequence at once: what is compared is the model, not a backend.
+T tokens, H query heads, K KV heads, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -248,33 +248,9 @@ def attend_by_definition(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
 ) -> None:
     """q [T, H, D], k [T, K, D], v [T, K, V], out [T, H, V] of a whole sequence."""
-    if layer.latent is not None:
-        k, v = _of_latents(k[:, 0], layer)
-    heads, length = q.shape[1], len(q)
-    k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("ihd,jhd->hij", q.to(wide), k.to(wide)) * layer.scale
-    if layer.facts.softcap is not None:
-        scores = torch.tanh(scores / layer.facts.softcap) * layer.facts.softcap
-    before = torch.arange(length)[:, None] - torch.arange(length)  # [T, T]
-    hidden = (before < 0) | (before >= (layer.facts.sliding_window or length))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if layer.sinks is not None:
-        column = layer.sinks.to(wide).view(-1, 1, 1).expand(heads, length, 1)
-        scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(-1)[..., :length]
-    out.copy_(torch.einsum("hij,jhv->ihv", weights.to(v.dtype), v))
-
-
-def _of_latents(latents: torch.Tensor, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, R + P] -> keys [T, H, N + P] and values [T, H, V]."""
-    facts = layer.facts.latent
-    assert facts is not None
-    assert layer.latent is not None
-    made = torch.einsum("tr,hnr->thn", latents[:, : facts.rank], layer.latent.kv_b)
-    keys, values = torch.split(made, [facts.nope_dim, facts.value_dim], dim=-1)
-    rotated = latents[:, None, facts.rank :].expand(-1, keys.shape[1], -1)
-    return torch.cat((keys, rotated), dim=-1), values
+    if layer.latent is not None and layer.facts.latent is not None:
+        k, v = reference.expand_latents(k, layer.latent.kv_b, layer.facts.latent)
+    out.copy_(reference.attention(q, k, v, facts=layer.facts, scale=layer.scale, sinks=layer.sinks)[0])
 
 
 def advance_by_definition(

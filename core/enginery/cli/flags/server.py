@@ -7,10 +7,9 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_type_hints
 
 import typer
 
@@ -28,29 +27,15 @@ _LIMITS: Final = "Limits"
 _LOG: Final = "Logs and traces"
 
 
-class GenerationConfig(StrEnum):
-    """Whether requests get what generation_config.json recommends for the fields they leave out."""
-
-    AUTO = "auto"
-    NONE = "none"
-
-
-class Style(StrEnum):
-    """How lines of the log are written."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)  # it has keys
 class ServerFlags:
     """What a user may ask of the server, as the command line has it: a field is a flag, a variable and a key of --config."""
 
     host: Annotated[str, option(_SERVER, "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option(_SERVER, "0 takes a free one.", min=0, max=65535)] = 8000
-    generation_config: Annotated[GenerationConfig, option(_SERVER, "Use the checkpoint's recommended sampling, or none.")] = (
-        GenerationConfig.AUTO
-    )
+    generation_config: Annotated[
+        Literal["auto", "none"], option(_SERVER, "Use the checkpoint's recommended sampling, or none.")
+    ] = "auto"
     tool_parser: Annotated[str, option(_SERVER, "Of tool calls: auto (what suits the model), none, or a name.", metavar="NAME")] = (
         "auto"
     )
@@ -91,7 +76,7 @@ class ServerFlags:
     max_total_body_bytes: Annotated[
         int | None, option(_LIMITS, "Of all requests together. Left out: 8 times that.", min=1024, metavar="N")
     ] = None
-    log_format: Annotated[Style, option(_LOG, "Lines of text, or of JSON.")] = Style.TEXT
+    log_format: Annotated[Literal["text", "json"], option(_LOG, "Lines of text, or of JSON.")] = "text"
     log_level: Annotated[str, option(_LOG, "debug, info (a line per request), warning or error.")] = "info"
     otlp_endpoint: Annotated[str | None, option(_LOG, "Send OpenTelemetry spans to this collector.", metavar="URL")] = None
 
@@ -134,8 +119,7 @@ def _from_all_sources(flags: dict[str, Any], context: typer.Context) -> ServerFl
             value = parameters[name].process_value(context, each.value)
         except typer.BadParameter as error:
             raise ConfigError(f"{each.source} is {each.value!r}: {error.message}") from error
-        kind = type(flags[name])
-        flags[name] = kind(value) if issubclass(kind, StrEnum) else _path(value) if name in _PATHS else value
+        flags[name] = _path(value) if name in _PATHS else value
     return ServerFlags(**flags)
 
 
@@ -153,29 +137,15 @@ def _settings(asked: ServerFlags) -> ServeSettings:
     from enginery.serve.http.connection import Limits
     from enginery.serve.settings import ServeSettings
 
+    known = {field.name for field in fields(ServeSettings)}
     return ServeSettings(
-        host=asked.host,
-        port=asked.port,
-        drain_s=asked.drain_s,
-        watchdog_s=asked.watchdog_s,
-        restarts=asked.restarts,
-        dp=asked.dp,
-        use_generation_config=asked.generation_config is GenerationConfig.AUTO,
-        tool_parser=asked.tool_parser,
-        reasoning_parser=asked.reasoning_parser,
-        trust_request_chat_template=asked.trust_request_chat_template,
+        **{name: value for name, value in vars(asked).items() if name in known},
+        use_generation_config=asked.generation_config == "auto",
         routes=tuple(asked.route or ()),
         api_keys=_keys("ENGINERY_API_KEY", asked.api_key, asked.api_key_file),
         admin_keys=_keys("ENGINERY_ADMIN_KEY", asked.admin_key, asked.admin_key_file),
         allow_origins=tuple(asked.allow_origin or ()),
-        ssl_certfile=asked.ssl_certfile,
-        ssl_keyfile=asked.ssl_keyfile,
-        log_format="json" if asked.log_format is Style.JSON else "text",
-        log_level=asked.log_level,
-        otlp_endpoint=asked.otlp_endpoint,
         limits=Limits(receive_s=asked.receive_s, send_s=asked.send_s),
-        max_body_bytes=asked.max_body_bytes,
-        max_total_body_bytes=asked.max_total_body_bytes,
     )
 
 

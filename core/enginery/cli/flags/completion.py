@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from enginery.bench.workloads import WORKLOADS, shapes
 from enginery.contracts.attention import AttnBackendSpec, SparseCoordinatorSpec
@@ -21,39 +22,18 @@ def one_of(*values: str) -> Complete:
     return lambda incomplete: _starting(incomplete, values)
 
 
-def backends(incomplete: str) -> list[str]:
-    """Complete the name of an attention backend that can be loaded here."""
-    return _starting(incomplete, ["auto", *_offered(AttnBackendSpec)])
+def offered(kind: type[object], *others: str) -> Complete:
+    """Complete the name of what plugins offer of this kind, or one of the others."""
+    return lambda incomplete: _starting(incomplete, [*others, *(offer.name for offer in Registry.load().offers(kind))])
 
 
-def policies(incomplete: str) -> list[str]:
-    """Complete the name of a schedule policy."""
-    return _starting(incomplete, ["auto", *_offered(SchedulePolicySpec)])
-
-
-def executors(incomplete: str) -> list[str]:
-    """Complete the name of what places ranks."""
-    return _starting(incomplete, _offered(ExecutorSpec))
-
-
-def coordinators(incomplete: str) -> list[str]:
-    """Complete the name of a sparse-KV coordinator."""
-    return _starting(incomplete, ["off", *_offered(SparseCoordinatorSpec)])
-
-
-def drafters(incomplete: str) -> list[str]:
-    """Complete the name of a drafter."""
-    return _starting(incomplete, ["auto", "off", *_offered(DrafterSpec)])
-
-
-def models(incomplete: str) -> list[str]:
-    """Complete the name of an installed checkpoint. Where none fits, the shell offers folders."""
-    return _starting(incomplete, _offered(CheckpointSpec))
-
-
-def workloads(incomplete: str) -> list[str]:
-    """Complete the name of a workload of engine bench offline."""
-    return _starting(incomplete, WORKLOADS)
+backends: Final = offered(AttnBackendSpec, "auto")
+policies: Final = offered(SchedulePolicySpec, "auto")
+executors: Final = offered(ExecutorSpec)
+coordinators: Final = offered(SparseCoordinatorSpec, "off")
+drafters: Final = offered(DrafterSpec, "auto", "off")
+models: Final = offered(CheckpointSpec)  # where none fits, the shell offers folders
+workloads: Final = one_of(*WORKLOADS)
 
 
 def bench_models(incomplete: str) -> list[str]:
@@ -64,10 +44,6 @@ def bench_models(incomplete: str) -> list[str]:
 def blocks(incomplete: str) -> list[str]:
     """Complete no:NAME for a plugin that is installed."""
     return _starting(incomplete, [f"no:{found.record.name}" for found in discover(Wanted())])
-
-
-def _offered(kind: type[object]) -> list[str]:
-    return [offer.name for offer in Registry.load().offers(kind)]
 
 
 def _starting(incomplete: str, values: Iterable[str]) -> list[str]:

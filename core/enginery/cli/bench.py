@@ -12,7 +12,7 @@ from enginery.bench.report import Report
 from enginery.cli.bench_serve import LoadFlags, bench_running, bench_started, with_load_flags
 from enginery.cli.flags import completion
 from enginery.cli.flags.bench import with_report_flags
-from enginery.cli.flags.engine import with_engine_flags
+from enginery.cli.flags.engine import naming, with_engine_flags
 from enginery.cli.flags.plugins import BlockFlags, blocked_names
 from enginery.cli.tables import console, print_table
 from enginery.config.resolve import DTYPES
@@ -84,7 +84,7 @@ def latency(
 
     workload = WORKLOADS.get(named)
     lengths = workload.lengths[0] if workload else (128, 128)
-    options = _with_model(options, workload.shape if workload else named)
+    options = dataclasses.replace(naming(options, workload.shape if workload else named), wait_for_kernels=True)
     batches = [
         equal_requests(count, input_len=input_len or lengths[0], output_len=output_len or lengths[1]) for count in batch_size or [1]
     ]
@@ -109,9 +109,7 @@ def startup(
     """Start fresh processes, and print how long each takes from its start to its first token, and with what."""
     from enginery.bench.startup import bench_startup
 
-    waits = options.wait_for_kernels
-    options = options if named is None else dataclasses.replace(_with_model(options, named), wait_for_kernels=waits)
-    return bench_startup(options, repeats=repeats, input_len=input_len)
+    return bench_startup(naming(options, named), repeats=repeats, input_len=input_len)
 
 
 @bench_app.command()
@@ -164,13 +162,6 @@ def kernels(
     small = torch_device(device).type == "cpu" if quick is None else quick
     options = EngineOptions(device=device, dtype=dtype, plugin_options=tuple(plugin_options or ()))
     return bench_kernels(registry, options, attention_backend or [], quick=small)
-
-
-def _with_model(options: EngineOptions, named: str) -> EngineOptions:
-    """The options with this model, which runs with the best kernels from the start. Raises `ConfigError` for two models."""
-    if options.model not in (None, named):
-        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
-    return dataclasses.replace(options, model=named, wait_for_kernels=True)
 
 
 @bench_app.command()

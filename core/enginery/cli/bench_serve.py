@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from enginery.bench.report import Report, Row, make_report
 from enginery.bench.workloads import WORKLOADS, Workload, checkpoint_folder, equal_requests, write_tokenizer
+from enginery.cli.flags.engine import naming
 from enginery.cli.flags.server import SERVER_KINDS
 from enginery.cli.flags.signature import ResultT, flags_of, option, with_flags
 from enginery.config.schema import EngineOptions
@@ -159,9 +160,7 @@ def bench_running(asked: LoadFlags, options: EngineOptions, url: str, named: str
     environ = vars(engine_options({}, os.environ, others=SERVER_KINDS))
     if others := [name for name, value in vars(options).items() if name != "model" and value != environ[name]]:
         raise ConfigError(f"the server at --url has settings of its own; leave out {', '.join(others)}")
-    model = options.model if named is None or named in WORKLOADS else named
-    if options.model not in (None, model):
-        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
+    model = options.model if named in WORKLOADS else naming(options, named).model
     client = Client(url, api_key=next(iter(os.environ.get(_KEY, "").split()), ""))
     rows = _measure(client, loads(asked, named), asked, model=model)
     return make_report("serve", f"a server on {client.host}", rows, options=EngineOptions())

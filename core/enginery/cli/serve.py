@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from enginery.child_process import begun_ahead
-from enginery.cli.flags.engine import with_engine_flags
+from enginery.cli.flags.engine import naming, with_engine_flags
 from enginery.cli.flags.server import SettingsFn, with_server_flags
 from enginery.config.schema import EngineOptions
-from enginery.errors import ConfigError
 from enginery.serve.background_output import in_background
 from enginery.serve.http.logs import dropped
 from enginery.serve.start_display import StartDisplay
@@ -30,7 +29,7 @@ def serve(
 
     with begun_ahead() as begun:  # it imports for longer than this process does
         checked = settings()  # first: a port that is taken is told before what takes seconds to import
-        options = _naming(named, options)
+        options = naming(options, named)
         check_before_start(options, host=checked.host, port=checked.port, dp=checked.dp)
         with in_background(dropped(checked.log_format)), StartDisplay() as display:
             from enginery.config.sources import registry_for
@@ -40,11 +39,3 @@ def serve(
             registry = registry_for(options)
             check_ranks(options, registry)
             run(options, registry, dataclasses.replace(checked, begun=begun), display)
-
-
-def _naming(named: str | None, options: EngineOptions) -> EngineOptions:
-    if named is None:
-        return options
-    if options.model not in (None, named):
-        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
-    return dataclasses.replace(options, model=named)

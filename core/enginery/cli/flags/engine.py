@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypedDict, get_type_hints
 
@@ -208,6 +208,15 @@ def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
         return asked
 
     return with_flags(command, flags, sampling)
+
+
+def naming(options: EngineOptions, named: str | None) -> EngineOptions:
+    """The options with a model that is an argument of the command, if there is one. Raises `ConfigError` for two models."""
+    if named is None:
+        return options
+    if options.model not in (None, named):
+        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
+    return replace(options, model=named)
 
 
 def _parameter(name: str, kind: Kind, look: _Flag, *, default: object) -> inspect.Parameter:

@@ -31,7 +31,7 @@ NN = (
     "reference_ops",
     "op_cases",
 )
-TESTING = ("suite", "fixtures", "kits.ops", "kits.models", "kits.parsers", "kits.checks", "kits.ranks", "kits.weights")
+TESTING = ("suite", "fixtures", "kits.ops", "kits.models", "kits.parsers", "kits.checks", "report", "kits.ranks", "kits.weights")
 
 CALLED = ("__init__", "__call__")  # of a class, what its name and its objects are called with
 

@@ -75,7 +75,9 @@ def rule(scope: Scope, advice: str) -> Callable[[CheckFn], Rule]:
 
 
 def fault_of(error: Exception) -> Fault:
-    """Of an exception that a plugin's code raised: torch has no type of its own for operands whose dtypes do not fit."""
+    """Of an exception that a check raised: torch has no type of its own for operands whose dtypes do not fit."""
+    if isinstance(error, BrokenRule):
+        return error.fault
     text = str(error).lower()
     if isinstance(error, UnwrittenOutput):
         return Fault.UNWRITTEN

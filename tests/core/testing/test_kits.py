@@ -21,11 +21,11 @@ from enginery.contracts.versions import HookGroup
 from enginery.errors import Unsupported
 from enginery.nn import reference_ops
 from enginery.plugin.records import Offer
-from enginery.testing.advice import common_cause
 from enginery.testing.conformance import RULES, Check, Report, run_conformance
 from enginery.testing.kits.checks import KitCheck, KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
 from enginery.testing.kits.parsers import ParserSuite, check_apart, check_cuts, check_order, check_plain, parsed
+from enginery.testing.report import common_cause
 from enginery.testing.rules import BrokenRule, Rule, compare
 from enginery.testing.subject import Subject
 

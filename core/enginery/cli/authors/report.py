@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from enginery.errors import Unsupported
+
+if TYPE_CHECKING:
+    from enginery.testing.report import Report, Row
 
 _KIT: Final = "Kit"  # the panel of the help
 OnlyFlag = Annotated[
@@ -26,33 +29,6 @@ _COLOURS: Final = {"passed": "green", "failed": "red", "skipped": "yellow"}
 _SHOWN: Final = 3  # failures of one kind
 
 
-class KitRow(Protocol):
-    """One check, as every kit reports it."""
-
-    @property
-    def rule(self) -> str: ...
-    @property
-    def case(self) -> str: ...
-    @property
-    def outcome(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def fault(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class KitReport(Protocol):
-    """All checks of one subject."""
-
-    @property
-    def rows(self) -> Sequence[KitRow]: ...
-    def count(self, outcome: str) -> int: ...
-    def advice(self) -> list[str]: ...
-    def as_data(self) -> dict[str, object]: ...
-
-
 def check_device(device: str) -> None:
     """Raises `Unsupported` for a device that is not there."""
     import torch
@@ -62,14 +38,14 @@ def check_device(device: str) -> None:
 
 
 @contextmanager
-def watched(*, as_json: bool) -> Iterator[tuple[Console, Callable[[KitRow], None]]]:
+def watched(*, as_json: bool) -> Iterator[tuple[Console, Callable[[Row], None]]]:
     """A console, and what shows each row while the kit runs."""
     console = Console(highlight=False, stderr=as_json)
     with console.status("") as status:
         yield console, lambda row: status.update(f"{row.rule}: {row.case}")
 
 
-def finish(console: Console, report: KitReport, name: str, *, as_json: bool) -> None:
+def finish(console: Console, report: Report, name: str, *, as_json: bool) -> None:
     """Print the report. Exits with 1 if a check failed, or none was run."""
     if as_json:
         print(json.dumps(report.as_data(), indent=2))
@@ -79,7 +55,7 @@ def finish(console: Console, report: KitReport, name: str, *, as_json: bool) -> 
         raise typer.Exit(1)
 
 
-def _show(console: Console, report: KitReport, name: str) -> None:
+def _show(console: Console, report: Report, name: str) -> None:
     console.print(_counts(report))
     for outcome, text in (*_remarks(report), *_failures(report)):
         console.print(f"\n{text}", style=_COLOURS[outcome], markup=False, soft_wrap=True)
@@ -88,7 +64,7 @@ def _show(console: Console, report: KitReport, name: str) -> None:
     console.print(f"\n{name}: {_totals(report) if report.rows else 'no check has these words'}", markup=False, soft_wrap=True)
 
 
-def _remarks(report: KitReport) -> Iterator[tuple[str, str]]:
+def _remarks(report: Report) -> Iterator[tuple[str, str]]:
     """The outcome of what did not fail, and what was said of it: once for all rules of which the same is said."""
     rules: dict[tuple[str, str], dict[str, None]] = {}
     for row in report.rows:
@@ -97,7 +73,7 @@ def _remarks(report: KitReport) -> Iterator[tuple[str, str]]:
     return ((outcome, f"{', '.join(names)} {outcome}: {message}") for (outcome, message), names in rules.items())
 
 
-def _failures(report: KitReport) -> Iterator[tuple[str, str]]:
+def _failures(report: Report) -> Iterator[tuple[str, str]]:
     """The first few of each rule and fault, and how many more there are."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for row in report.rows:
@@ -109,23 +85,23 @@ def _failures(report: KitReport) -> Iterator[tuple[str, str]]:
             yield "failed", f"[{fault}] {rule}: and {len(messages) - _SHOWN} more, which --json has"
 
 
-def _totals(report: KitReport) -> str:
+def _totals(report: Report) -> str:
     """How many checks had which outcome, and how many which fault."""
     totals = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in _COLOURS)
     faults = Counter(row.fault for row in report.rows if row.outcome == "failed")
     return totals + (f" ({', '.join(f'{count} {fault}' for fault, count in faults.items())})" if faults else "")
 
 
-def _counts(report: KitReport) -> Table:
+def _counts(report: Report) -> Table:
     """A row for each rule: how many cases had which outcome."""
     table = Table(box=None, pad_edge=False)
     for column in ("rule", "passed", "failed", "skipped", "seconds"):
         table.add_column(column, justify="left" if column == "rule" else "right")
-    by_rule: dict[str, list[KitRow]] = {}
+    by_rule: dict[str, list[Row]] = {}
     for row in report.rows:
         by_rule.setdefault(row.rule, []).append(row)
     for rule, rows in by_rule.items():
-        counts = Counter(row.outcome for row in rows)
+        counts = Counter[str](row.outcome for row in rows)
         shown = [f"[{colour}]{counts[outcome]}[/]" if counts[outcome] else "" for outcome, colour in _COLOURS.items()]
         table.add_row(rule, *shown, f"{sum(row.seconds for row in rows):.1f}")
     return table

@@ -28,7 +28,8 @@ def check_backend(
     """Check that a backend keeps its contract, with everything that it claims. Exits with 1 if it does not."""
     check_device(device)
     registry = Registry.load(blocked=blocked_names(block or ()), no_plugins=no_plugins, options=options or ())
-    from enginery.testing.conformance import has_words, run_conformance
+    from enginery.testing.conformance import run_conformance
+    from enginery.testing.report import has_words
     from enginery.testing.subject import Subject
 
     subject = Subject.installed(name, registry, device=device)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from enginery.plugin.loading import explain
-from enginery.testing.advice import advice_of
-from enginery.testing.conformance import Outcome, Row, has_words
-from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of
+from enginery.testing.report import Report, Row, has_words, run_check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,43 +26,15 @@ class KitCheck:
 
     def row(self) -> Row:
         """Run it. Never raises for what a plugin does."""
-        start = time.perf_counter()
-        outcome, message, fault = self._outcome()
-        seconds = round(time.perf_counter() - start, 3)
-        return Row(
-            rule=self.rule, case=self.case, outcome=outcome, message=message, seconds=seconds, fault=fault, traits=self.traits
-        )
-
-    def _outcome(self) -> tuple[Outcome, str, str]:
         end = "\nThe other checks need this one; the command does not run them." if self.needed else ""
-        try:
-            return "passed", self.run() or "", ""
-        except SkippedCheck as skipped:
-            return "skipped", str(skipped), ""
-        except BrokenRule as broken:
-            return "failed", f"{self}: {broken}{end}", broken.fault
-        except Exception as error:  # a plugin's code
-            return "failed", f"{self}: {explain(error)}{end}", fault_of(error)
+        return run_check(self.rule, self.case, self.run, failure=lambda _, said: f"{self}: {said}{end}", traits=self.traits)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KitReport:
+class KitReport(Report):
     """All rows of one subject."""
 
     subject: str
-    rows: Sequence[Row]
-
-    def count(self, outcome: str) -> int:
-        """How many rows have this outcome."""
-        return sum(row.outcome == outcome for row in self.rows)
-
-    def advice(self) -> list[str]:
-        """For each kind of fault, what the failing cases alone have in common, if there is something."""
-        return advice_of(self.rows)
-
-    def as_data(self) -> dict[str, object]:
-        """The report as values that JSON has."""
-        return {"subject": self.subject, "rows": [asdict(row) for row in self.rows]}
 
 
 def run_checks(

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from enginery.bench.device_limits import device_name
-from enginery.bench.offline import BenchRun, free_memory, with_room
+from enginery.bench.latency import one_pass
+from enginery.bench.offline import free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.checkpoint.folder import read_config
@@ -26,8 +26,6 @@ from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError
-from enginery.llm.open_requests import OpenRequests
-from enginery.llm.prompts import Encoded
 from enginery.plugin.registry import Registry
 from enginery.speculate.length import told_on_average
 from enginery.worker.device import torch_device
@@ -44,9 +42,9 @@ class _Case(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """The median pass, and the seconds and counts of all that count."""
+    """Seconds of the median pass, and those and counts of all that count."""
 
-    run: BenchRun
+    middle_s: float
     total_s: float
     facts: EngineFacts
     before: EngineStats
@@ -77,7 +75,7 @@ def bench_forced(workloads: Sequence[Workload], options: EngineOptions, rates: t
         asked = dataclasses.replace(asked, prefill_fraction=1.0 if asked.prefill_fraction is None else asked.prefill_fraction)
         with checkpoint_folder(asked) as known, _with_draft_model(known, registry) as whole:
             measured = {case: _measure(case, registry, workload, repeats=repeats) for case in _cases(whole, rates)}
-        plain_s = next(iter(measured.values())).run.total_s
+        plain_s = next(iter(measured.values())).middle_s
         rows += [_row(case, workload, found, plain_s=plain_s) for case, found in measured.items()]
     return make_report("offline", device_name(torch_device(options.device)), rows, options=options)
 
@@ -113,35 +111,21 @@ def _measure(case: _Case, registry: Registry, workload: Workload, *, repeats: in
     free_memory()
     engine = Engine.build(case.options, registry, forced_rates=case.rates or ())
     try:
-        before, runs = _NOBODY, []
+        before, runs = _NOBODY, list[float]()
         for repeat in range(repeats + 1):
             before = engine.meter.stats() if repeat == 1 else before
-            runs.append(_one_pass(engine, workload, seed=1 + repeat))
-        middle = sorted(runs[1:])[(repeats - 1) // 2]
-        return _Measured(middle, sum(run.total_s for run in runs[1:]), engine.facts, before, engine.meter.stats())
+            times = one_pass(engine, workload, seed=1 + repeat)
+            runs.append(max(each[-1] for each in times) - times[0][0])
+        middle_s = sorted(runs[1:])[(repeats - 1) // 2]
+        return _Measured(middle_s, sum(runs[1:]), engine.facts, before, engine.meter.stats())
     finally:
         engine.close()
 
 
-def _one_pass(engine: Engine, workload: Workload, *, seed: int) -> BenchRun:
-    prompts = workload.prompts(engine.facts.vocab_size, seed=seed)
-    requests = OpenRequests(engine, None)
-    began = time.perf_counter()
-    growing = [
-        part
-        for index, (prompt, params) in enumerate(zip(prompts, workload.params(), strict=True))
-        for part in requests.submit(str(index), Encoded(tuple(prompt)), params)
-    ]
-    while engine.has_work:
-        requests.step()
-    total_s = time.perf_counter() - began
-    produced, cached = sum(len(part.token_ids) for part in growing), sum(part.num_cached_tokens for part in growing)
-    return BenchRun(total_s, sum(map(len, prompts)), produced, cached)
-
-
 def _row(case: _Case, workload: Workload, measured: _Measured, *, plain_s: float) -> Row:
     """step_gap_s: of a step, the time in which no step runs: the host's. None where steps overlap."""
-    run, before, after = measured.run, measured.before, measured.after
+    before, after = measured.before, measured.after
+    prompt_tokens, output_tokens = map(sum, zip(*workload.lengths, strict=True))
     steps, verified = after.num_steps - before.num_steps, after.drafts.verifications - before.drafts.verifications
     lengths = {"acceptance_length": (after.drafts.told - before.drafts.told) / verified if verified else None}
     gap_s = (measured.total_s - (after.run_s - before.run_s)) / steps
@@ -153,13 +137,13 @@ def _row(case: _Case, workload: Workload, measured: _Measured, *, plain_s: float
             "shape": measured.facts.model_name,
             "dtype": measured.facts.dtype,
             "run": case.name,
-            "prompt_tokens": run.prompt_tokens,
-            "output_tokens": run.output_tokens,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
         },
-        measured={"total_s": run.total_s},
+        measured={"total_s": measured.middle_s},
         derived={
-            "output_tokens_per_s": run.output_tokens / run.total_s,
-            "times_plain": plain_s / run.total_s,
+            "output_tokens_per_s": output_tokens / measured.middle_s,
+            "times_plain": plain_s / measured.middle_s,
             **{name: None if value is None else round(value, 3) for name, value in lengths.items()},
         },
         details={

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
@@ -54,30 +54,24 @@ def list_backends(
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
     if why is None and asked != EngineOptions():
         raise ConfigError("--device, --dtype and --page-size are asked for a model; name it with --why MODEL, or leave them out")
-    asking = None if why is None else _asking(why, asked, registry)
-    candidates, ops = ({}, []) if asking is None else (_weigh(asking, registry), weigh_ops(asking.ops, registry.offers(OpSpec)))
+    candidates, ops = dict[str, tuple[Candidate, ...]](), list[str]()
+    if why is not None:
+        layers, op_needs = _asking(why, asked, registry)
+        candidates, ops = _weigh(layers, registry), weigh_ops(op_needs, registry.offers(OpSpec))
     if as_json:
-        print(json.dumps(_as_data(registry, candidates) | ({} if asking is None else {"ops": ops}), indent=2))
+        print(json.dumps(_as_data(registry, candidates) | ({} if why is None else {"ops": ops}), indent=2))
     else:
         _show(registry, candidates, ops)
     if not all(any(candidate.chosen for candidate in weighed) for weighed in candidates.values()):
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asking:
-    """What a model needs. layers: of its attention layers, by kind."""
-
-    layers: Mapping[str, AttnNeeds]
-    ops: OpNeeds
-
-
-def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
+def _weigh(layers: Mapping[str, AttnNeeds], registry: Registry) -> dict[str, tuple[Candidate, ...]]:
     """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them, and
     one for decoding one request if it takes another for that."""
     weighed: dict[str, tuple[Candidate, ...]] = {}
     backends = registry.offers(AttnBackendSpec)
-    for kind, needs in asking.layers.items():
+    for kind, needs in layers.items():
         if kind == "recurrent":
             weighed[kind] = weigh(needs, backends)
             continue
@@ -89,8 +83,8 @@ def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ..
     return weighed
 
 
-def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
-    """What the model needs of attention backends and of operations."""
+def _asking(model: str, asked: EngineOptions, registry: Registry) -> tuple[dict[str, AttnNeeds], OpNeeds]:
+    """What the model needs of attention backends, by kind of layer, and of operations."""
     device = asked.device if asked.device != "auto" else "cuda" if "cuda" in present_devices() else "cpu"
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}, but must be auto, cpu or cuda")
@@ -106,10 +100,8 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
         where = device_facts("cpu", None)
     settings = resolve(asked, where, facts, config=config)
     needs = LayerNeeds.of(facts.layers, settings, where)._asdict()
-    return _Asking(
-        layers={kind: each for kind, each in needs.items() if each.layers},
-        ops=OpNeeds(device=device, dtype=settings.dtype, compute_capability=capability),
-    )
+    layers = {kind: each for kind, each in needs.items() if each.layers}
+    return layers, OpNeeds(device=device, dtype=settings.dtype, compute_capability=capability)
 
 
 def _compute_capability() -> tuple[int, int] | None:

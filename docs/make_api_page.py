@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from enginery.serve.app import ENDPOINTS
-from enginery.serve.schemas.body_schema import body_schema
 from enginery.serve.schemas.completions import NoEffect
+from enginery.serve.schemas.openapi import json_schemas
 
 HEAD: Final = """\
 # HTTP API
@@ -157,6 +157,17 @@ EXTENSIONS: Final = {
 }
 
 
+def inlined(schema: object, components: Mapping[str, object]) -> object:
+    """The schema with its references replaced by what they refer to."""
+    if isinstance(schema, list):
+        return [inlined(item, components) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return inlined(components[schema["$ref"].rsplit("/", 1)[-1]], components)
+    return {key: inlined(value, components) for key, value in schema.items() if key != "discriminator"}
+
+
 def kind_of(schema: dict[str, Any]) -> str:
     """A schema in a few words; null is always allowed, and not told."""
     if "anyOf" in schema:
@@ -184,8 +195,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for path, (_, kind) in ENDPOINTS.items():
-        body: dict[str, Any] = body_schema(kind)
-        schema = body["requestBody"]["content"]["application/json"]["schema"]
+        _, components = json_schemas([kind])
+        schema: Any = inlined(components[kind.__name__], components)
         table = "\n".join(["| field | | what it is |", "|---|---|---|", *rows(path, schema)])
         parts.append(f"## POST {path}\n\n{ABOUT[path]}\n\n{table}\n")
     return "\n".join(parts)

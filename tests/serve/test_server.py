@@ -157,9 +157,10 @@ def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(url):
 
 
 def test_the_schema_names_the_fields(url):
-    paths = get(f"{url}/openapi.json").json()["paths"]
-    schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"prompt", "ignore_eos", "min_p"} <= schema["properties"].keys()
+    document = get(f"{url}/openapi.json").json()
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/CompletionRequest"}
+    assert {"prompt", "ignore_eos", "min_p"} <= document["components"]["schemas"]["CompletionRequest"]["properties"].keys()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -38,11 +38,10 @@ from enginery.serve.http.caller import NoteCaller
 from enginery.serve.http.event_stream import ClientGone
 from enginery.serve.http.faults import Fault
 from enginery.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
-from enginery.serve.schemas.body_schema import body_schema
 from enginery.serve.schemas.chat import ChatRequest
 from enginery.serve.schemas.completions import CompletionRequest
 from enginery.serve.schemas.described_replies import ModelCard, ModelList
-from enginery.serve.schemas.openapi import add_answers
+from enginery.serve.schemas.openapi import add_schemas
 from enginery.serve.schemas.responses import InputTokensRequest, ResponsesRequest
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -67,10 +66,7 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, object]:
         """The document of /openapi.json, which is made when it is first asked for."""
         if self.openapi_schema is None:
-            document = super().openapi()
-            for path, (_, body) in ENDPOINTS.items():
-                document["paths"][path]["post"] |= body_schema(body)
-            add_answers(document)
+            add_schemas(super().openapi(), {path: body for path, (_, body) in ENDPOINTS.items()})
         return super().openapi()
 
 

@@ -1,15 +1,16 @@
-"""The answers that /openapi.json promises: for each path its statuses, and the schema of each."""
+"""The schemas in /openapi.json: for each path those of its body, and of its answers by their statuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import GenericAlias
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from enginery.serve.api.anthropic import PATHS as ANTHROPIC_PATHS
 from enginery.serve.http.keys import PUBLIC
 from enginery.serve.schemas import described_replies as told
-from enginery.serve.schemas.body_schema import json_schemas
 from enginery.serve.schemas.replies import ChatReply, CompletionReply, JsonObject
 
 _WHY: Final = {
@@ -24,6 +25,7 @@ _WHY: Final = {
 }
 _OF_BODIES: Final = (400, 404, 413, 429, 500, 503)
 _TEXT: Final[JsonObject] = {"schema": {"type": "string"}}
+_ANYTHING: Final = {"title": "any JSON"}
 
 
 class _Answers(NamedTuple):
@@ -67,19 +69,22 @@ ANSWERS: Final[Mapping[str, _Answers]] = {
 }
 
 
-def add_answers(document: dict[str, Any]) -> None:
-    """Describe the answers of this server's paths in an OpenAPI document, which is changed and has the type that FastAPI gives it.
+def add_schemas(document: dict[str, Any], bodies: Mapping[str, type[msgspec.Struct]]) -> None:
+    """Describe the bodies and answers of this server's paths in an OpenAPI document, which is changed and has FastAPI's type.
 
-    Paths of plugins stay as they are, but for the error of a wrong query, which is 400 here.
+    Paths of plugins stay as they are, but for the error of a wrong query, which is 400 here. bodies: by path.
     """
     found = (kind for answers in ANSWERS.values() for kind in (answers.ok, answers.fault) if kind is not None)
-    kinds: list[object] = [told.OpenAIError, told.AnthropicError, *found]
-    schemas, components = json_schemas(kinds, refs="#/components/schemas/{name}")
+    kinds: list[object] = [told.OpenAIError, told.AnthropicError, *bodies.values(), *found]
+    schemas, components = json_schemas(kinds)
     document.setdefault("components", {})["schemas"] = components
     refs = dict(zip(kinds, schemas, strict=True))
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
+            if path in bodies:
+                content = {"application/json": {"schema": refs[bodies[path]]}}
+                operation["requestBody"] = {"required": True, "content": content}
             if path in ANSWERS:
                 operation["responses"] = dict(_responses(path, ANSWERS[path], refs))
 
@@ -94,3 +99,22 @@ def _responses(path: str, answers: _Answers, refs: Mapping[object, JsonObject]) 
     for status in sorted({*answers.faults, *([] if path in PUBLIC else [401])}):
         kind = told.OpenAIError if status == 401 else (status == 503 and answers.fault) or error
         yield str(status), {"description": _WHY[status], "content": {"application/json": {"schema": refs[kind]}}}
+
+
+def json_schemas(kinds: Iterable[object]) -> tuple[list[JsonObject], JsonObject]:
+    """The schemas of types, and by their names those of the structs in them.
+
+    `object` stands for any JSON. msgspec takes no empty schema for it, so a mark is put there and removed again.
+    """
+    refs = "#/components/schemas/{name}"
+    schemas, components = msgspec.json.schema_components(kinds, schema_hook=lambda _: dict(_ANYTHING), ref_template=refs)
+    _drop_marks([*schemas, components])
+    return list(schemas), components
+
+
+def _drop_marks(schema: object) -> None:
+    if isinstance(schema, dict):
+        for key in [key for key, value in schema.items() if value == _ANYTHING]:
+            del schema[key]
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _drop_marks(inner)

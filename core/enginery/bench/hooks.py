@@ -23,7 +23,7 @@ from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import AttnLayerFacts, Capabilities, KVGeometry, LatentFacts, LayerSpec
 from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
-from enginery.contracts.latent import ChunkPlan, KVPiece, PrefillStrategy
+from enginery.contracts.latent import ChunkPlan, PrefillStrategy
 from enginery.contracts.plan import ForwardPlan, PlanKey
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.hookspecs import hookimpl
@@ -56,7 +56,7 @@ class NullLeaf:
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[object, ...], disable_ragged: bool) -> ChunkPlan:
         _read_host(batch)
-        return ChunkPlan(key=PlanKey.of(batch, self.backend_id), attend=_attend_nothing)
+        return ChunkPlan(key=PlanKey.of(batch, self.backend_id), attend=lambda q, k, v, layer, piece, out, lse: None)
 
     def attend(
         self,
@@ -76,18 +76,6 @@ def _read_host(batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
     (view,) = batch.views.values()
     of_view = (view.page_table_cpu,) if isinstance(view, View) else (view.reads_cpu, view.writes_cpu)
     return batch.q_lens_cpu, batch.kv_lens_cpu, *of_view
-
-
-def _attend_nothing(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: LayerSpec,
-    piece: KVPiece,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Write nothing."""
 
 
 class DirectRelay(BackendRelay):

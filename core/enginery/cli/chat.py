@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
-import itertools
 import json
 import os
 import re
@@ -21,11 +20,11 @@ import typer
 from enginery.cli.flags.engine import GivenSampling, with_engine_flags, with_sampling_flags
 from enginery.cli.generate import build_engine, check_text, stream_text
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineLike
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import SamplingParams
 from enginery.errors import EnginError, RequestError
 
 if TYPE_CHECKING:
+    from enginery.engine.engine import Engine
     from enginery.text.text_side import TextSide
 
 Message = dict[str, str]
@@ -148,18 +147,18 @@ def _answer(partner: Partner, messages: Sequence[Message], *, is_typed: bool) ->
 class LocalPartner:
     """Answers with an engine in this process."""
 
-    def __init__(self, engine: EngineLike, text: TextSide, sampling: GivenSampling) -> None:
+    def __init__(self, engine: Engine, text: TextSide, sampling: GivenSampling) -> None:
         self._engine, self._text = engine, text
         self._sampling = text.defaults.given() | dict(sampling)
-        self._ids = itertools.count()
 
     def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        from enginery.llm.prompts import Encoded
+
         text = self._text.template.render(messages)
         token_ids = tuple(self._text.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, self._engine.facts.max_model_len - len(token_ids))
         params = SamplingParams(**{"max_tokens": room, **self._sampling})
-        request = GenerationRequest(request_id=str(next(self._ids)), prompt_token_ids=token_ids, params=params)
-        yield from stream_text(self._engine, self._text.tokenizer, request)
+        yield from stream_text(self._engine, self._text.tokenizer, Encoded(token_ids), params)
 
 
 class ServerPartner:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from enginery.cli.flags.engine import GivenSampling, with_engine_flags, with_sampling_flags
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineLike
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import SamplingParams
 from enginery.errors import ConfigError, EnginError
 
 if TYPE_CHECKING:
+    from enginery.engine.engine import Engine
+    from enginery.llm.prompts import Encoded
     from enginery.text.text_side import TextSide
     from enginery.text.tokenizer import Tokenizer
 
@@ -38,11 +39,12 @@ def generate(
     check_text("the prompt", text)
     if not text:
         raise ConfigError("there is no prompt; give it as an argument or on standard input")
+    from enginery.llm.prompts import Encoded
+
     engine, side = build_engine(options)
     params = SamplingParams(**(side.defaults.given() | dict(sampling)))
     token_ids = tuple(side.tokenizer.encode(text, add_special_tokens=True))
-    request = GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)
-    for piece in stream_text(engine, side.tokenizer, request, after=token_ids[-1:]):
+    for piece in stream_text(engine, side.tokenizer, Encoded(token_ids, token_ids[-1:]), params):
         print(piece, end="", flush=True)
     print()
 
@@ -55,7 +57,7 @@ def check_text(what: str, text: str) -> None:
         raise ConfigError(f"{what} is no UTF-8 text: {error}") from error
 
 
-def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
+def build_engine(options: EngineOptions) -> tuple[Engine, TextSide]:
     """An engine in this process, and its text side; says on standard error what must be said about it, and what its start took."""
     from enginery.config.sources import registry_for
     from enginery.engine.engine import Engine
@@ -76,31 +78,22 @@ def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
     return engine, side
 
 
-def stream_text(
-    engine: EngineLike, tokenizer: Tokenizer, request: GenerationRequest, *, after: Sequence[int] = ()
-) -> Iterator[str]:
-    """Run one request alone; what is left of it is aborted when the iterator is closed. after: see `CompletionText`.
-
-    Raises `EnginError`.
-    """
+def stream_text(engine: Engine, tokenizer: Tokenizer, prompt: Encoded, params: SamplingParams) -> Iterator[str]:
+    """Answer one prompt alone; what is left of it is aborted when the iterator is closed. Raises `EnginError`."""
     from enginery.llm.interrupts import interrupts_later
-    from enginery.text.detokenize import CompletionText
+    from enginery.llm.open_requests import OpenRequests
 
-    completion = CompletionText(tokenizer, request.params, after=after)
+    requests = OpenRequests(engine, tokenizer)
     with interrupts_later():
-        engine.submit(request)
+        (answer,) = requests.submit("0", prompt, params)
     try:
-        while engine.has_work:
+        while not answer.is_over:
             with interrupts_later():
-                outputs = engine.step()
-            for output in outputs:
-                if output.error is not None:
-                    raise EnginError(output.error)
-                finished = output.finish_reason is not None
-                delta = completion.feed(output.token_ids, finished=finished, stop_token_id=output.stop_token_id)
+                requests.step()
+            if answer.error is not None:
+                raise EnginError(str(answer.error))
+            if (delta := answer.take()) is not None:
                 yield delta.text
-                if finished or delta.stopped_by is not None:
-                    return
     finally:
         with interrupts_later():
-            engine.abort(request.request_id)
+            requests.abort([answer])

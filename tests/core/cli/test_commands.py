@@ -17,15 +17,15 @@ from tokenizers_made import byte_fallback
 from enginery import __version__
 from enginery.cli import chat, generate
 from enginery.cli.main import main
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import SamplingParams
 from enginery.errors import EnginError
+from enginery.llm.prompts import Encoded
 from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
 
 
-def request(tokenizer, text, **params):
-    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    return GenerationRequest(request_id="0", prompt_token_ids=ids, params=SamplingParams(**params))
+def asked(tokenizer, text, **params):
+    return Encoded(tuple(tokenizer.encode(text, add_special_tokens=False))), SamplingParams(**params)
 
 
 class Terminal:
@@ -67,7 +67,7 @@ def console(engine, monkeypatch, capsys):
 
 def test_text_streams_out_of_an_engine(engine, folder):
     tokenizer = Tokenizer.from_folder(folder)
-    pieces = list(generate.stream_text(engine, tokenizer, request(tokenizer, "hello 😀 world")))
+    pieces = list(generate.stream_text(engine, tokenizer, *asked(tokenizer, "hello 😀 world")))
     assert "".join(pieces) == "hello 😀 world"
     assert len(pieces) > 3
     assert not engine.has_work
@@ -75,7 +75,7 @@ def test_text_streams_out_of_an_engine(engine, folder):
 
 def test_a_stop_string_leaves_nothing_running(engine, folder):
     tokenizer = Tokenizer.from_folder(folder)
-    pieces = generate.stream_text(engine, tokenizer, request(tokenizer, "hello world", stop=("o w",)))
+    pieces = generate.stream_text(engine, tokenizer, *asked(tokenizer, "hello world", stop=("o w",)))
     assert "".join(pieces) == "hell"
     assert not engine.has_work
 
@@ -83,7 +83,7 @@ def test_a_stop_string_leaves_nothing_running(engine, folder):
 def test_a_failed_request_is_an_error(engine, folder):
     tokenizer = Tokenizer.from_folder(folder)
     with pytest.raises(EnginError, match="NaN"):
-        list(generate.stream_text(engine, tokenizer, request(tokenizer, "hello world", seed=FAIL)))
+        list(generate.stream_text(engine, tokenizer, *asked(tokenizer, "hello world", seed=FAIL)))
 
 
 def test_generate_continues_its_argument(console):

@@ -191,11 +191,12 @@ def _of_part(value: object, part: Part, cut: Part) -> object:
 
 
 def _joined(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
-    """Of parts that share their rows, the one that answers; of all others, what they answer, one after the other."""
+    """Of parts that share their rows, all masks, or the one that answers; of all others, what they answer, one after the other."""
     by_rows: dict[int, VerifyMask | IndexerPlan | None] = {}
     for part, answer in answers:
-        first = 0 if part.rows is None else part.rows.start
-        by_rows[first] = by_rows.get(first) or _moved(answer, part)
+        first, moved = 0 if part.rows is None else part.rows.start, _moved(answer, part)
+        known = by_rows.get(first)
+        by_rows[first] = _together(known, moved) if isinstance(known, VerifyMask) and moved else known or moved
     return functools.reduce(_together, by_rows.values()) if by_rows else None
 
 

@@ -11,6 +11,7 @@ late serves them unchanged, and reads nothing out of reach.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from enginery.attention.axes import narrowed, renewed
 from enginery.attention.composite import Composite, Part
@@ -19,31 +20,33 @@ from enginery.contracts.attention import LayerSpec
 from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, StateView, View
 from enginery.kv.upload import to_device
 
+LATENTS: Final = "latents"  # those of layers whose memory is of the kind `full`, beside others
+Child = BackendRelay | None
+
 
 class LayerKinds(Composite):
-    """Has every batch planned by each child; a layer is served by that for its kind of memory, windows else by that for `full`."""
+    """Has every batch planned by each child; a layer is served by that for its kind of memory, or else by that for `full`."""
 
     kind = "kinds"
 
-    def __init__(
-        self, *, full: BackendRelay | None = None, window: BackendRelay | None = None, state: BackendRelay | None = None
-    ) -> None:
-        given = {FULL: full, WINDOW: window, STATE: state}
+    def __init__(self, *, full: Child = None, latents: Child = None, window: Child = None, state: Child = None) -> None:
+        given = {FULL: full, LATENTS: latents, WINDOW: window, STATE: state}
         present = {kind: child for kind, child in given.items() if child is not None}
         super().__init__(*present.values())
         self._kinds = tuple(present)
-        self._places = {kind: (place,) for place, kind in enumerate(self._kinds)}
-        if WINDOW not in self._places and FULL in self._places:
-            self._places[WINDOW] = self._places[FULL]
+        self._places: dict[str, tuple[int, ...]] = {kind: (place,) for place, kind in enumerate(self._kinds)}
+        for kind in (LATENTS, WINDOW):
+            self._places.setdefault(kind, self._places.get(FULL, ()))
         self._nested = tuple(_holds_kinds(child) for child in self.children)
 
     def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
-        return self._places.get(layer.kind, ())
+        return self._places.get(LATENTS if layer.facts.latent is not None else layer.kind, ())
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
-        """The whole batch, once for each kind."""
+        """The whole batch, once for each child."""
         for place, kind in enumerate(self._kinds):
-            yield Part(child=place, rows=None, batch=batch if self._nested[place] else of_kind(batch, kind))
+            own = FULL if kind == LATENTS else kind
+            yield Part(child=place, rows=None, batch=batch if self._nested[place] else of_kind(batch, own))
 
 
 def of_kind(batch: ForwardBatch, kind: str) -> ForwardBatch:

@@ -23,13 +23,13 @@ from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, SparseCoordinator
-from enginery.contracts.batch import FULL, WINDOW, MemoryKind
+from enginery.contracts.batch import WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
 from enginery.engine.kv_events.off import NoEvents, PrefixEvents
-from enginery.errors import CheckpointError, ConfigError
+from enginery.errors import ConfigError
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
@@ -235,8 +235,6 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     """How many pages fit beside everything else."""
     facts, settings = choice.facts, choice.settings
     geometry = no_pages(choice)
-    if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
-        raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
     sampled_in_place = any("draw_rows" in offer.spec.provides for offer in choice.ops)
     memory = plan_memory(
         asked,

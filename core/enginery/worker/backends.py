@@ -9,7 +9,7 @@ import itertools
 from typing import Final
 
 from enginery.attention.latent import LatentAttention, LatentSettings
-from enginery.attention.layer_kinds import LayerKinds
+from enginery.attention.layer_kinds import LATENTS, LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
@@ -27,6 +27,7 @@ from enginery.worker.attention_choice import AttentionChoice
 from enginery.worker.choice import Choice
 
 CORE: Final = "the core"
+_SOFTMAX_CHILDREN: Final = {(FULL, False): FULL, (FULL, True): LATENTS, (WINDOW, False): WINDOW}  # by kind, and whether of latents
 _numbers: Final = itertools.count()  # of all backends that live in this process: the plan of one is never taken for another's
 
 
@@ -58,14 +59,12 @@ def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batch
 
 
 def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRelay:
-    """A backend for each kind of memory; where there is one kind, and no window, that one alone."""
-    layers = parts.pool.geometry.layers
-    kinds = {parts.pool.geometry.kind_of(layer) for layer in layers}
+    """A backend for each kind of memory, and for latents beside keys; where there is one, and no window, that one alone."""
+    kinds = {(parts.pool.geometry.kind_of(layer), layer.latent is not None) for layer in parts.pool.geometry.layers}
     children: dict[str, BackendRelay] = {}
-    if FULL in kinds:
-        children["full"] = _softmax(parts, chosen, prefix="", latent=any(layer.latent is not None for layer in layers))
-    if WINDOW in kinds:
-        children["window"] = _softmax(parts, chosen, prefix="window " if FULL in kinds else "", latent=False)
+    for kind, name in _SOFTMAX_CHILDREN.items():
+        if kind in kinds:
+            children[name] = _softmax(parts, chosen, prefix=f"{name} " if children else "", latent=name == LATENTS)
     if "recurrent" in chosen.by_role:
         children["state"] = _leaf(parts, chosen.by_role["recurrent"], part="recurrent")
     assert children, "a model without attention layers"

@@ -190,6 +190,14 @@ def test_a_verification_is_asked_of_the_child_that_it_is_planned_by() -> None:
     assert not prefill.asked
 
 
+def test_latents_and_the_keys_beside_them_have_masks_each() -> None:
+    """Both are given the whole batch."""
+    nest = relay(LayerKinds(full=relay(Child("keys")), latents=relay(Child("latents")), state=relay(Planner("states"))))
+    batch = nest.plan(dataclasses.replace(make_batch([3, 3], phase=Phase.VERIFY), decode_len=3, trees=True))
+    mask = nest.ask("verify_mask", plan=batch.plan)
+    assert [part.requests for part in mask.parts] == [slice(0, 2)] * 2
+
+
 def test_parts_without_trees_are_asked_for_no_mask() -> None:
     """A prefill backend need not have the hook, nor is a half of chunks asked."""
     prefill, decode = Planner("prefill"), Child("decode")

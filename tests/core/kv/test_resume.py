@@ -202,6 +202,17 @@ def test_a_point_whose_page_is_used_is_not_given_up_for_nothing():
     assert not used.is_dropped
 
 
+@pytest.mark.parametrize(("window", "pages"), [(1, 0), (2, 1), (17, 1), (18, 2), (128, 8), (129, 8), (130, 9)])
+def test_a_window_reaches_over_the_pages_of_the_tokens_before_it(window, pages):
+    """A token sees itself and `window` - 1 before it."""
+    assert reach_of(window, 16) == pages
+
+
+@pytest.mark.parametrize(("num_tokens", "pages"), [(1, 1), (33, 3), (10**6, 8 + 2 + 4)])
+def test_what_a_sequence_may_need_of_a_window_is_bounded_by_its_reach_and_chunk(num_tokens, pages):
+    assert most_window_pages(num_tokens, 64, reach=8, page_size=16) == pages
+
+
 @given(
     window=st.integers(1, 40), page_size=st.sampled_from([1, 4, 16]), chunks=st.lists(st.integers(1, 20), min_size=1, max_size=30)
 )

@@ -1,7 +1,13 @@
 """Which resume points requests leave behind, and which of them go first when memory is short."""
 
+from array import array
+
 import pytest
 from integrity import check_scheduler
+
+from enginery.contracts.batch import STATE
+from enginery.kv.kinds import NOTHING
+from enginery.kv.manager import SequenceKV
 
 from .device import asked_of, settings_of
 from .kinds_device import KindsDevice, scheduler_of_kinds
@@ -87,6 +93,20 @@ def test_where_nothing_is_further_along_nothing_goes_first(kinds):
 
 
 @EACH_KIND
+def test_a_hit_refreshes_the_point_that_was_used_and_none_on_the_way_to_it(kinds):
+    turns, other = Turns(kinds), [*range(50, 60)]
+    longer = [*PROMPT, *range(30, 38)]
+    for prompt in (PROMPT, longer, other):
+        turns.ask(prompt, 1)
+    short, long, others = turns.points
+    assert (short.position, long.position, others.position) == (8, 16, 8)
+    assert turns.ask(longer, 1)[1] == 16
+    assert list(turns.points) == [short, others, long]
+    assert turns.ask(PROMPT, 1)[1] == 8
+    assert list(turns.points) == [others, long, short]
+
+
+@EACH_KIND
 def test_a_branch_of_instructions_that_many_share_stays_when_what_follows_goes_first(kinds):
     turns = Turns(kinds)
     for token in (30, 40):  # the second one proves that they are shared
@@ -153,6 +173,21 @@ def test_who_is_aborted_amid_two_steps_leaves_a_point_where_its_last_written_pag
         scheduler.complete(*step)
     scheduler.check_idle()
     assert turns.found == [(8, "first"), (12, "last")]
+
+
+def test_two_that_go_on_from_one_point_write_to_a_page_each_though_it_is_given_up_before_they_begin():
+    """I4: the page has two owners, and no point any more."""
+    turns = Turns(("state",))
+    turns.ask(PROMPT, 1)
+    manager, (point,) = turns.scheduler._kv, turns.points
+    both = [SequenceKV(token_ids=array("i", [*PROMPT, token]), salt="") for token in (40, 41)]
+    assert all(manager.enter(kv, reuse=True, reserved=NOTHING) for kv in both)
+    turns.points.drop(point)
+    for kv in both:
+        manager.prepare(kv, 8, 11, num_known=11)
+    (read,) = point.pages[STATE]
+    assert {kv.states.read for kv in both} == {read}
+    assert len({read, *(kv.states.current for kv in both)}) == 3
 
 
 def test_a_prompt_has_the_windows_of_points_for_one_step():

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ import torch
 from engine.rank_threads import on_threads
 from pairwise import pairwise
 from parity.engine_driver import assert_greedy, generate, options
-from parity.oracle import FAMILIES, Oracle, randomise
+from parity.oracle import FAMILIES, Oracle, latent_shape, randomise
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaForCausalLM
 
 from enginery.api import (
     AttnBackend,
@@ -56,8 +57,11 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import Unsupported
 from enginery.nn.attention import SelfAttention
-from enginery.nn.decoder import Decoder, DecoderLayer, dense_layer, dense_mlp
+from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, dense_mlp
+from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.plugin.registry import Registry
+from enginery_model_deepseek.spec import DeepseekShape
+from enginery_model_deepseek.spec import shape as deepseek_shape
 from enginery_model_llama.spec import describe as describe_llama
 from enginery_model_llama.spec import shape
 
@@ -70,9 +74,9 @@ def has_index(layer: int) -> bool:
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
-    llama = describe_llama(config)
+    plain = read_deepseek(config).facts() if is_latent(config) else describe_llama(config)
     layers: list[AttnLayerFacts] = []
-    for index, layer in enumerate(llama.layers):
+    for index, layer in enumerate(plain.layers):
         layers.append(layer)
         if has_index(index):
             layers.append(
@@ -81,15 +85,23 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
                 )
             )
     chosen = NamedTensor(name="chosen", dims=(TOP_K,), dtype="int32", axis=Axis.TOKEN, fill=Fill.ZERO)
-    return dataclasses.replace(llama, layers=tuple(layers), num_decoder_layers=len(llama.layers), outputs=(chosen,))
+    return dataclasses.replace(plain, layers=tuple(layers), num_decoder_layers=len(plain.layers), outputs=(chosen,))
 
 
-class IndexedAttention(SelfAttention):
-    """Every rank scores all index heads, as all have to choose the same."""
+def is_latent(config: Mapping[str, Any]) -> bool:
+    return "IndexedLatentsForCausalLM" in config["architectures"]
 
-    def __init__(self, context: ModelContext, weights: WeightSource, *, index: int, scale: float) -> None:
-        spec, self.index_spec = context.stage.specs(index, scale=scale)
-        super().__init__(context, weights, spec=spec, qkv_bias=False, out_bias=False, qk_norm_eps=None)
+
+def read_deepseek(config: Mapping[str, Any]) -> DeepseekShape:
+    return deepseek_shape({**config, "architectures": ["DeepseekV3ForCausalLM"]})
+
+
+class Indexed:
+    """Attention that chooses first. Every rank scores all index heads, as all have to choose the same."""
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, attention: AttentionBlock, spec: LayerSpec) -> None:
+        """spec: of the index keys."""
+        self.attention, self.spec, self.pool, self.attend = attention, spec, context.pool, context.attend
         hidden = context.facts.hidden_size
         shape = LinearShape(names=("indexer",), rows=INDEX_ROWS, columns=hidden, cut=Cut.NONE)
         self.entry = self.indexer = weights.linear(shape)  # the first that x goes to
@@ -97,21 +109,29 @@ class IndexedAttention(SelfAttention):
     def __call__(self, x: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
         q, k, w = self.indexer(x).split(INDEX_ROWS, dim=-1)
         k = k[:, None]  # [T, 1, D]
-        self.pool.write(self.index_spec.local_id, k, k[..., :0], batch.slots_for(self.index_spec))
+        self.pool.write(self.spec.local_id, k, k[..., :0], batch.slots_for(self.spec))
         chosen = batch.outputs["chosen"].values  # [T, TOP_K]
-        self.attend(q.unflatten(-1, (INDEX_HEADS, INDEX_DIM)), k, w, self.index_spec, batch, chosen)
-        return super().__call__(x, cos_sin, batch)
+        self.attend(q.unflatten(-1, (INDEX_HEADS, INDEX_DIM)), k, w, self.spec, batch, chosen)
+        return self.attention(x, cos_sin, batch)
 
 
 def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
-    if not has_index(index):
-        return dense_layer(context, weights, shape=shape, index=index)
-    attention = IndexedAttention(context, weights.scope("self_attn"), index=index, scale=shape.head_dim**-0.5)
+    own = weights.scope("self_attn")
+    attention: AttentionBlock
+    if is_latent(context.config):
+        spec, *of_index = context.stage.specs(index, scale=read_deepseek(context.config).scale)
+        attention = LatentSelfAttention(context, own, spec=spec, q_rank=None, bias=False, norm_eps=1e-6)
+    else:
+        spec, *of_index = context.stage.specs(index, scale=shape.head_dim**-0.5)
+        attention = SelfAttention(context, own, spec=spec, qkv_bias=False, out_bias=False, qk_norm_eps=None)
+    if of_index:
+        attention = Indexed(context, own, attention=attention, spec=of_index[0])
     return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=dense_mlp(context, weights, shape=shape))
 
 
 def build(context: ModelContext) -> Model:
-    return Decoder(context, shape(context.config), layer=layer)
+    config = context.config
+    return Decoder(context, read_deepseek(config).decoder if is_latent(config) else shape(config), layer=layer)
 
 
 def choice(q: Tensor, w: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
@@ -194,12 +214,13 @@ PHASES = frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY})
 @hookimpl
 def register_models() -> list[ModelSpec]:
     """This module as a plugin."""
-    return [ModelSpec(name="indexed", api=(2, 0), architectures=("IndexedForCausalLM",), describe=describe, build=build)]
+    architectures = ("IndexedForCausalLM", "IndexedLatentsForCausalLM")
+    return [ModelSpec(name="indexed", api=(2, 0), architectures=architectures, describe=describe, build=build)]
 
 
 @hookimpl
 def register_attn_backends() -> list[AttnBackendSpec]:
-    can = Capabilities(devices=frozenset({"cpu"}), dtypes=DTYPES, kv_dtypes=DTYPES, phases=PHASES, sparse=True)
+    can = Capabilities(devices=frozenset({"cpu"}), dtypes=DTYPES, kv_dtypes=DTYPES, phases=PHASES, sparse=True, mla=True)
     return [AttnBackendSpec(name="chosen", api=(2, 0), priority=0, summary="chosen keys", capabilities=can)]
 
 
@@ -219,24 +240,33 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         yield Registry.load()
 
 
-@pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """A Llama whose odd layers are given a mask of the chosen keys."""
-    config = copy.deepcopy(FAMILIES["llama"])
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).eval().float()
+def written(folder: Path, model: LlamaForCausalLM | DeepseekV3ForCausalLM, architecture: str) -> Oracle:
+    """A model whose odd layers are given a mask of the chosen keys."""
+    model = model.eval().float()
     randomise(model)
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for index, decoder_layer in enumerate(model.model.layers):
         if has_index(index):
-            drawn = torch.randn(sum(INDEX_ROWS), config.hidden_size, generator=torch.Generator().manual_seed(index))
-            weight = drawn * config.hidden_size**-0.5
+            drawn = torch.randn(sum(INDEX_ROWS), model.config.hidden_size, generator=torch.Generator().manual_seed(index))
+            weight = drawn * model.config.hidden_size**-0.5
             tensors[f"model.layers.{index}.self_attn.indexer.weight"] = weight
             decoder_layer.self_attn.register_forward_pre_hook(masking(weight), with_kwargs=True)
-    folder = tmp_path_factory.mktemp("indexed")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["IndexedForCausalLM"]}))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "architectures": [architecture]}))
     return Oracle(folder, model)
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    config = copy.deepcopy(FAMILIES["llama"])
+    config._attn_implementation = "eager"
+    return written(tmp_path_factory.mktemp("indexed"), LlamaForCausalLM(config), "IndexedForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def indexed_latents(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    config = DeepseekV3Config(**latent_shape(q_lora_rank=None), attn_implementation="eager")
+    return written(tmp_path_factory.mktemp("latents"), DeepseekV3ForCausalLM(config), "IndexedLatentsForCausalLM")
 
 
 def masking(weight: Tensor) -> Any:
@@ -261,6 +291,18 @@ def test_greedy_tokens_are_those_of_the_masked_model(
     engine = Engine.build(asked, registry)
     for _ in range(2):
         assert_greedy(indexed, generate(engine, indexed.prompts))
+
+
+@pytest.mark.parametrize(("chunk", "num_tokens", "micro_batches"), [(16, 128, True), (4096, 1600, False)])
+def test_greedy_tokens_with_latents_beside_index_keys_are_those_of_the_masked_model(
+    indexed_latents: Oracle, registry: Registry, *, chunk: int, num_tokens: int, micro_batches: bool
+) -> None:
+    """As DeepSeek-V3.2 has them."""
+    pages = {"page_size": 4, "num_pages": num_tokens // 4}
+    asked = options(indexed_latents, max_batch_tokens=chunk, micro_batches=micro_batches, num_threads=1, **pages)
+    engine = Engine.build(asked, registry)
+    for _ in range(2):
+        assert_greedy(indexed_latents, generate(engine, indexed_latents.prompts))
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])

@@ -44,8 +44,16 @@ def test_a_prompt_of_the_whole_context_is_read_as_in_a_longer_one(beside: int) -
 
 
 def test_generating_needs_room_for_one_token() -> None:
-    with pytest.raises(RequestError, match="less one to generate"):
+    with pytest.raises(RequestError, match=r"less one to generate.*larger --max-model-len"):
         read(engine_of(CONTEXT), prompt_only=False)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 256])
+def test_where_pages_hold_less_than_the_context_that_was_asked_for_more_memory_is_the_remedy(max_model_len: int | None) -> None:
+    """A larger --max-model-len changed nothing, and was what the message told to give."""
+    asked = EngineOptions(num_pages=4, page_size=8, max_model_len=max_model_len, num_threads=1, dtype="float32")
+    with pytest.raises(RequestError, match=r"at most 31 fit .* start the engine with more KV memory: its pages hold no more"):
+        read(Engine.build(asked, Registry.load()), prompt_only=False)
 
 
 def test_pages_that_hold_no_request_are_refused() -> None:

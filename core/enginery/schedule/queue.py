@@ -117,9 +117,10 @@ def token_limit(asked: GenerationRequest, settings: ScheduleSettings) -> int:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
     if num_prompt > most - 1:
         less = "" if asked.prompt_only else ", less one to generate"
+        more = "a larger --max-model-len" if settings.max_model_len < num_slots else "more KV memory: its pages hold no more"
         raise RequestError(
             f"the prompt has {num_prompt:,} tokens, but at most {most - 1:,} fit (max_model_len "
-            f"{settings.max_model_len:,}{less}); shorten it, or start the engine with a larger --max-model-len",
+            f"{settings.max_model_len:,}{less}); shorten it, or start the engine with {more}",
             param="prompt",
         )
     if num_prompt > num_slots:

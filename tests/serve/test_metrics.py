@@ -14,10 +14,10 @@ from enginery.plugin.registry import Registry
 from enginery.serve.http.metrics import EngineNow, RequestMeter, families
 
 
-def told(*pages: PageCounts, decisions: tuple[tuple[str, str, str], ...] = ()) -> list:
-    """The samples of engines with these pages that clients are concerned with."""
+def told(*pages: PageCounts, decisions: tuple[tuple[str, str, str], ...] = (), **others: PageCounts) -> list:
+    """The samples of engines with these pages that clients are concerned with. others: pages of the other kinds, of each."""
     facts = engine_facts(decisions=decisions, phases_s={"weights": 1.0})
-    engines = [EngineNow(facts, EngineStats(pages={"full": counts}), RequestMeter(), 0) for counts in pages]
+    engines = [EngineNow(facts, EngineStats(pages={"full": counts, **others}), RequestMeter(), 0) for counts in pages]
     manifest = Registry.load(no_plugins=True).manifest
     return [sample for family in families(engines, manifest, Counter({("/v1", 200): 1})) for sample in family.samples]
 
@@ -26,6 +26,14 @@ def test_what_the_prefix_cache_could_give_up_is_not_in_use():
     """Routers and dashboards read the share as vLLM's, where it falls when requests end."""
     (sample,) = (each for each in told(PageCounts(free=1, cached=7, total=10, held=4)) if each.name == "vllm:kv_cache_usage_perc")
     assert sample.value == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("held", "share"), [(3, 1.0), (1, 0.4)])
+def test_memory_is_full_where_one_kind_of_it_is(held: int, share: float):
+    """Requests wait for a state however many pages of keys are free; who adds replicas waits for full ones."""
+    full, state = PageCounts(free=6, cached=0, total=10, held=4), PageCounts(free=3 - held, cached=0, total=3, held=held)
+    (sample,) = (each for each in told(full, state=state) if each.name == "vllm:kv_cache_usage_perc")
+    assert sample.value == pytest.approx(share)
 
 
 def test_every_sample_of_an_engine_names_its_model_and_of_several_its_engine():

@@ -189,10 +189,11 @@ def _of_engine(now: EngineNow) -> Iterator[Metric]:
 
 
 def _gauges(now: EngineNow) -> Iterator[tuple[str, str, float]]:
-    stats, full = now.stats, _pages(now)[FULL]
+    stats, pages = now.stats, _pages(now)
+    full, usage = pages[FULL], max(kind.held / kind.total for kind in pages.values())
     yield "vllm:num_requests_running", "Requests in the running batch.", stats.num_running
     yield "vllm:num_requests_waiting", "Requests that wait to run.", stats.num_waiting
-    yield "vllm:kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all.", full.held / full.total
+    yield "vllm:kv_cache_usage_perc", "Share of the KV pages, or of the fullest kind of memory, that requests hold.", usage
     yield "enginery:kv_pages", "KV pages.", full.total
     yield "enginery:kv_pages_free", "KV pages that nobody holds.", full.free
     yield "enginery:kv_pages_cached", "KV pages of the prefix cache, in use by requests or not.", full.cached

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
@@ -17,9 +24,13 @@ from enginery.contracts.weights import LinearShape
 from enginery.errors import CheckpointError
 from enginery.nn import attention
 from enginery.nn.decoder import Decoder
+from enginery.plugin.registry import Registry
 from enginery.testing.fixtures import TINY_CONFIG, write_tiny_checkpoint
 from enginery.testing.kits.checks import KitReport, run_checks
 from enginery.testing.kits.models import ModelSubject, model_checks
+from enginery.testing.kits.ranks import ThreadCollectives
+from enginery.worker.weights.experts import ExpertStacks
+from enginery.worker.weights.rank import RankWeights
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +160,37 @@ def test_a_norm_over_all_key_heads_that_counts_those_of_several_ranks_twice_is_c
     (row,) = tried(folder, only="ranks").rows
     assert row.outcome == ("failed" if counts_copies else "passed"), row.message
     assert not counts_copies or "4 ranks are " in row.message
+
+
+def test_feed_forwards_that_keep_to_their_lane_are_caught_by_lanes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one that says `lanes=True` and does not ask for the rows of all lanes."""
+    monkeypatch.setattr(ThreadCollectives, "all_rows", lambda comm, x: x.repeat(comm.place.num_lanes, 1))
+    (row,) = tried(folder, only="lanes").rows
+    assert (row.rule, row.outcome, "2 lanes are " in row.message) == ("lanes", "failed", True)
+
+
+def test_a_family_that_runs_in_no_lanes_is_not_tried_in_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = Registry.find_model
+
+    def without(registry, config):
+        offer, why = find(registry, config)
+        return dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, lanes=False)), why
+
+    monkeypatch.setattr(Registry, "find_model", without)
+    (row,) = tried(folder, only="lanes").rows
+    assert (row.outcome, row.message) == ("skipped", "the family does not say that it runs in lanes")
+
+
+def test_experts_that_are_counted_on_every_rank_are_caught_by_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=512)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.2)
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    assert outcomes(tried(tmp_path, only="tensor ranks")) == {"tensor-ranks": "passed"}
+    monkeypatch.setattr(RankWeights, "own_experts", lambda weights, count: range(count))
+    monkeypatch.setattr(ExpertStacks, "_has_some", property(lambda stacks: stacks.matrices.setting.parallel.cuts_experts))
+    (row,) = tried(tmp_path, only="tensor ranks").rows
+    assert (row.outcome, "2 ranks with whole experts are " in row.message) == ("failed", True), row.message
 
 
 def test_what_does_not_cross_is_caught_by_pipeline_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from enginery.errors import Unsupported
 from enginery.llm.llm import LLM
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.checks import KitCheck
-from enginery.testing.kits.model_ranks import pipeline_stages, tensor_ranks
+from enginery.testing.kits.model_ranks import lanes, pipeline_stages, tensor_ranks
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
 
 FLOAT32: Final = 2e-3
@@ -237,8 +237,9 @@ _REFERENCES: Final[tuple[ModelCheck, ...]] = (
 _RANKS: Final[tuple[ModelCheck, ...]] = (  # threads of this process, on the CPU
     (
         "tensor-ranks",
-        "two tensor ranks, and two to each KV head",
+        "two tensor ranks, with whole experts too, and two to each KV head",
         lambda subject: tensor_ranks(subject.folder, subject.config, subject.prompts[2]),
     ),
+    ("lanes", "two lanes", lambda subject: lanes(subject.folder, subject.config, subject.prompts[2])),
     ("pipeline-stages", "two stages", lambda subject: pipeline_stages(subject.folder, subject.config, subject.prompts[2])),
 )

@@ -76,7 +76,7 @@ class ExpertStacks:
             assert not shape.joined, "an MLP that every token has is of all ranks, not of the one that has some experts"
             return 0, shape.inner
         unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
-        what = f"the inner size of {self.prefix}experts"
+        what = f"the inner size of {self.prefix}experts, which --ep does not divide"
         return share(shape.inner, unit=unit, parallel=self.matrices.setting.parallel, what=what, uneven=unit > 1)
 
     def _gates(self, inner: Range) -> list[tuple[str, int, Range]]:

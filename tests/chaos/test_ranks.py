@@ -147,6 +147,30 @@ def test_a_rank_never_outlives_the_engine(when: str, pairs: list[Pair]) -> None:
     assert not alive
 
 
+def test_signals_to_every_process_are_the_engine_s_to_answer(pairs: list[Pair]) -> None:
+    """As systemd sends them to all: a server goes on until its requests have ended, so its ranks have to."""
+    pair = pair_at("decode", pairs)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        pair.rank.send_signal(number)
+    pair.until("token 50")
+
+
+def test_a_rank_that_is_stuck_where_no_thread_of_it_runs_goes_with_the_engine(pairs: list[Pair], tmp_path: Path) -> None:
+    """As in a call of a device: nobody reads there that stdin has ended."""
+    stuck = tmp_path / "stuck"
+    holds = f"import ctypes, pathlib; pathlib.Path({str(stuck)!r}).touch(); ctypes.PyDLL(None).sleep(1000)"
+    pair = pair_at("decode", pairs, path=broken(tmp_path, holds, step=20), step_deadline=60)
+    end_s = time.monotonic() + 60
+    while not stuck.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    pair.process.kill()
+    _, alive = psutil.wait_procs([pair.rank], timeout=5)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
 def test_a_rank_that_raises_is_the_cause(pairs: list[Pair], tmp_path: Path) -> None:
     """What it printed, its traceback, comes before."""
     pairs.append(Pair(path=broken(tmp_path, "raise ValueError('rank 1 has had enough')")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from enginery.contracts.parallel import Death, ExecutorSpec, LaunchPlan
 from enginery.engine.engine import Engine
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.keys import RankKey
-from enginery.engine.ranks.local import LocalRanks
+from enginery.engine.ranks.local import COMMAND, LocalRanks
 from enginery.engine.ranks.watch import Watch
 from enginery.engine.ranks.wires import wires_of
 from enginery.errors import ConfigError, EngineDied, EnginError, PluginError
@@ -91,6 +92,17 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
     finally:
         watch.end(grace_s=0.0)
     assert capsys.readouterr().err == "rank 1: a word\n" * (1 + is_elsewhere)  # here both are one stderr
+
+
+def test_a_rank_ends_with_its_stdin_whoever_its_parent_is() -> None:
+    """An executor may start it in a process of its own, whose end the kernel does not tell the rank."""
+    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            assert process.wait(50) == 0
+        finally:
+            process.kill()
 
 
 def test_ranks_that_do_not_end_are_waited_for_together() -> None:

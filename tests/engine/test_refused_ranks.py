@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import noise
 import pytest
+import torch
 from engine import joined_members
 from engine.joined_members import OPTIONS, Member, in_background, listening, options
 from installed import install
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.parallel import LaunchPlan, ParallelFacts
+from enginery.contracts.weights import WeightFormatSpec
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.registry import Registry
-from enginery.worker.choice import choose
+from enginery.worker.choice import Choice, choose
 from enginery.worker.ranks.gloo import Standing, listening_store, open_store
 from enginery.worker.ranks.groups import RankGroups
 
@@ -60,8 +68,8 @@ def test_other_plugins_on_another_host_are_refused_before_weights(
     assert set(phases) == {"ranks", "choice"}
 
 
-def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) -> None:
-    """Where all settings are compared, whoever is asked: over tcp, as between hosts."""
+def refused(choices: Sequence[Choice]) -> set[str]:
+    """What ranks are told that have chosen these, over tcp, as between hosts."""
     store, address = listening_store("127.0.0.1")
 
     def compare(rank: int) -> str:
@@ -71,14 +79,36 @@ def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) ->
             host="127.0.0.1",
             standing=Standing(),
         )
-        asked = EngineOptions(**{**OPTIONS, "page_size": 16 * (rank + 1)})
-        with pytest.raises(ConfigError) as refused:
-            groups.compare(choose(asked, registry, parallel=groups.parallel))
-        return str(refused.value)
+        with pytest.raises(ConfigError) as error:
+            groups.compare(choices[rank])
+        return str(error.value)
 
     with ThreadPoolExecutor(2) as threads:
-        for said in threads.map(compare, range(2)):
-            assert said == "the ranks of this engine are not alike:\n  - page_size is 32 on rank 1, and 16 on rank 0"
+        return set(threads.map(compare, range(2)))
+
+
+def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) -> None:
+    """Where all settings are compared, whoever is asked."""
+    both = [choose(EngineOptions(**{**OPTIONS, "page_size": size}), registry) for size in (16, 32)]
+    assert refused(both) == {"the ranks of this engine are not alike:\n  - page_size is 32 on rank 1, and 16 on rank 0"}
+
+
+@pytest.mark.parametrize("what", ["family", "vocabulary", "operations", "weight format", "device", "drafter", "python", "torch"])
+def test_whatever_else_differs_is_refused_by_name(what: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = choose(EngineOptions(**OPTIONS), registry)
+    other = {
+        "family": {"family": replace(one.family, version="9")},
+        "vocabulary": {"facts": replace(one.facts, vocab_size=99)},
+        "operations": {"ops": one.ops[1:]},
+        "weight format": {"weight_format": registry.offers(WeightFormatSpec)[0]},
+        "device": {"device_facts": replace(one.device_facts, kind="cuda")},
+        "drafter": {"drafter": registry.offers(DrafterSpec)[0]},
+    }
+    monkeypatch.setattr(platform, "python_version", iter(("3.11.1", "3.12.1") if what == "python" else ("3.11.1",) * 2).__next__)
+    if what == "torch":
+        monkeypatch.setattr(torch, "__version__", Mock(__str__=Mock(side_effect=["2.12", "2.13"])))
+    (said,) = refused([one, replace(one, **other.get(what, {}))])
+    assert re.fullmatch(rf"the ranks of this engine are not alike:\n  - {what} is .* on rank 1, and .* on rank 0", said)
 
 
 HERE = str(Path(__file__).parent)

@@ -81,6 +81,16 @@ def test_a_request_goes_where_its_prefix_is_unless_that_costs_more():
     assert names(lanes[1]) == ["again", "like b", "q", "salted"]
 
 
+def test_a_prompt_that_is_computed_whole_does_not_go_where_its_prefix_is():
+    """It is if log-probabilities of its tokens are asked for."""
+    scheduler, lanes = lanes_of(2)
+    scheduler.submit(asked_of("a", [3] * 17, max_tokens=1))
+    run(scheduler)
+    scheduler.submit(asked_of("scored", [3] * 17, prompt_logprobs=1))  # nothing is left in either
+    scheduler.submit(asked_of("like a", [3] * 17))
+    assert [names(lane) for lane in lanes] == [["like a"], ["scored"]]
+
+
 def test_what_waits_in_all_lanes_is_bounded_together():
     scheduler, _ = lanes_of(2, max_queued_requests=3)
     for name in "abc":
@@ -151,6 +161,15 @@ def test_a_step_without_work_in_any_lane_is_empty_and_has_no_number():
     assert not scheduler.next_step().items
     scheduler.submit(asked_of("a", [3]))
     assert scheduler.next_step().number == 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_page_that_any_lane_lost_is_found_when_nothing_runs(place):
+    scheduler, lanes = lanes_of(2)
+    scheduler.check_idle()
+    lanes[place].table.kv.allocator.take(1)
+    with pytest.raises(AssertionError, match=r"63 free \+ 0 cached pages are not all 64"):
+        scheduler.check_idle()
 
 
 def test_greedy_is_what_all_lanes_are():

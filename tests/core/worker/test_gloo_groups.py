@@ -12,7 +12,9 @@ import torch
 from quick_processes import run_python
 
 from enginery.worker.ranks import gloo
+from enginery.worker.ranks.collectives import HeadColumns
 from enginery.worker.ranks.gloo import Group, LostRank, Standing, open_store
+from enginery.worker.sampling import NAN_TOKEN
 
 
 def on_ranks(tmp_path: Path, size: int, work: Callable[[Group], object]) -> list[object]:
@@ -38,6 +40,19 @@ def test_each_rank_gets_its_rows_of_the_sum(size: int, dtype: torch.dtype, tmp_p
         assert own.shape == (5, 8)
         torch.testing.assert_close(own, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(parts, given)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(10, 3), (6, 2), (5, 4)])  # the last rank's columns pad: some, none, or all
+def test_the_best_of_all_ranks_columns_is_what_one_rank_finds(vocab_size: int, size: int, tmp_path: Path) -> None:
+    """Of equal logits the first, on whichever ranks they are; where one is NaN there is none; what pads is never the best."""
+    logits = -torch.randint(1, 3, (64, vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    logits[range(vocab_size), range(vocab_size)] = torch.nan
+    padded = torch.nn.functional.pad(logits, (0, -vocab_size % size))
+    found = on_ranks(tmp_path, size, lambda group: HeadColumns(group, vocab_size).best(padded.chunk(size, dim=-1)[group.rank]))
+    wanted = logits.argmax(-1).masked_fill(logits.isnan().any(-1), NAN_TOKEN)
+    for best in found:
+        assert isinstance(best, torch.Tensor)
+        assert torch.equal(best, wanted)
 
 
 def two_groups(tmp_path: Path, standing: Standing) -> list[Group]:

@@ -96,6 +96,20 @@ def test_forced_acceptance_tells_as_many_tokens_as_its_rates_say(bench: Bench, t
     assert forced["details"]["step_gap_s"] > 0
 
 
+def test_acceptance_is_forced_of_a_module_in_the_target_s_own_checkpoint(
+    bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no other folder is named for."""
+    experts = {"num_experts": 0, "decoder_sparse_step": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "head_dim": 16}
+    config = SHAPE | experts | dict(architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", num_nextn_predict_layers=1)
+    config |= dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, attention_bias=False, routed_scaling_factor=1.0)
+    (tiny / "config.json").write_text(json.dumps(config | dict(n_group=1, topk_group=1, norm_topk_prob=True, use_qk_norm=False)))
+    monkeypatch.setitem(workloads.WORKLOADS, "T6", Workload(name="T6", shape=str(tiny), summary="tiny", lengths=((9, 13),) * 2))
+    speculating = ("--drafter", "mtp", "--force-acceptance", "1,1", "--num-threads", "1", "--attention-backend", "torch")
+    rows = bench("offline", "T6", "--repeats", "1", "--num-pages", "128", *speculating)["rows"]
+    assert [row["derived"]["acceptance_length"] for row in rows] == [None, None, 3, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -93,11 +93,11 @@ def _cases(options: EngineOptions, rates: tuple[float, ...]) -> list[_Case]:
 
 @contextlib.contextmanager
 def _with_draft_model(options: EngineOptions, registry: Registry) -> Iterator[EngineOptions]:
-    """The options with a draft model: the one that is named, or a config.json as a head of this target would have."""
-    if options.draft_model is not None:
+    """The options with a draft model: the target's own, the one that is named, or a config.json as a head of it would have."""
+    spec = registry.named(DrafterSpec, options.drafter, "drafter").spec
+    if options.draft_model is not None or spec.suits is not None:
         yield options
         return
-    spec = registry.named(DrafterSpec, options.drafter, "drafter").spec
     if spec.model is None:
         raise ConfigError(f"--drafter is {options.drafter}, which is no head; give a draft model with --draft-model, or name one")
     config = read_config(Path(str(options.model))) | {"architectures": list(spec.model.architectures[:1]), "num_hidden_layers": 1}

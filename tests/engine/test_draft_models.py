@@ -239,6 +239,16 @@ def test_a_head_is_one_layer_without_its_first_norm(registry: Registry, *, bias:
     assert {part.name for piece in pieces for part in piece.slices} == {*LAYER, *beside}
 
 
+@pytest.mark.parametrize("stored", [{}, {"fc.bias": torch.zeros(256)}], ids=["none", "zeros"])
+def test_where_config_json_says_nothing_a_head_has_the_bias_that_is_stored(
+    registry: Registry, tmp_path: Path, stored: dict[str, torch.Tensor]
+) -> None:
+    folder = changed_head(tmp_path, lambda tensors: {**{name: tensors[name] for name in tensors.keys() - {"fc.bias"}}, **stored})
+    engine = Engine.build(embedded(drafter="eagle", draft_model=str(folder), draft_length="3"), registry)
+    answers_of(engine, [asking("a", prompt_of(SAID[3]), max_tokens=24)])
+    assert engine.meter.stats().drafts.accepted > 3
+
+
 def without_fc(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in tensors.items() if name != "fc.weight"}
 

@@ -30,7 +30,7 @@ class EagleHead:
     def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
         size, weights = shape.hidden_size, context.weights
         self.target, self.ops, self.comm, self.eps = context.target, context.ops, context.comm, shape.rms_eps
-        bias = bool(context.config.get("bias", True))
+        bias = bool(context.config.get("bias", weights.has("fc.bias")))
         self.fc = weights.linear(LinearShape(names=("fc",), rows=(size,), columns=2 * size, cut=Cut.NONE, bias=bias))
         layer = weights.scope("layers.0")
         self.attention = layer_attention(context, layer, shape=shape, index=0)

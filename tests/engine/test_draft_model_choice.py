@@ -180,3 +180,14 @@ def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Reg
 def test_more_guesses_than_a_drafter_is_good_for_are_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"--draft-length is 9, but eagle, .* is good for 8 at most"):
         choose(embedded(drafter="eagle", draft_length="9"), registry)
+
+
+def test_a_drafter_is_refused_where_a_step_has_no_row_for_a_guess(registry: Registry) -> None:
+    """What it is to cost alone may be seen; and nothing is refused that nobody asked for."""
+    with pytest.raises(ConfigError, match=r"--drafter is eagle, and a step has --max-batch-requests 1, .* take one more than"):
+        choose(embedded(drafter="eagle", max_batch_requests=1), registry)
+    assert choose(embedded(drafter="eagle", draft_length="0", max_batch_requests=1), registry).draft_length == 0
+    chosen = choose(embedded(drafter="auto", max_batch_requests=1), registry)
+    assert chosen.drafter is None
+    assert any("--max-batch-requests 1" in made.reason for made in chosen.decisions if made.setting == "drafter")
+    assert choose(embedded(drafter="lookup", max_batch_requests=2), registry).drafter is not None

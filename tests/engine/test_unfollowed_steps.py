@@ -111,7 +111,7 @@ def test_rows_of_who_had_the_seat_before_are_not_run_over_again_where_another_go
     registry: Registry, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other finds its first page in the prefix cache; a row in front of its own would be written there."""
-    engine = Engine.build(embedded(drafter="eagle", max_batch_tokens=16, max_batch_requests=1), registry)
+    engine = Engine.build(embedded(drafter="eagle", max_batch_tokens=16, max_batch_requests=2), registry)
     lengths.append(3)
     known, other = prompt_of(LONG), prompt_of("Name three colours, and then some more that are like them.")
     assert known[:16] != other[:16]
@@ -119,13 +119,14 @@ def test_rows_of_who_had_the_seat_before_are_not_run_over_again_where_another_go
     engine.submit(asking("first", other))
     engine.step()
     assert engine._runner.draft_model is not None
-    (kept,) = engine._runner.draft_model._tails._by_seat.values()
+    ((seat, kept),) = engine._runner.draft_model._tails._by_seat.items()
     assert kept.ends == (16, 16)
     engine.abort("first")
     rows = count_forwards(engine, monkeypatch)
     engine.submit(asking("second", (*known[:16], 99, 98, 97)))
     engine.step()
     assert engine.meter.stats().pages["full"].held == 2
+    assert engine._scheduler.table.by_id["second"].kv.seat == seat
     assert rows[0] == 3, "its own rows behind the cached page"
 
 

@@ -23,6 +23,7 @@ from enginery.worker.weights.needed_weights import needed_weights
 
 MOST_MEASURED: Final = 7  # by what pays, which is measured while the engine runs, see `enginery.speculate.length`
 STANDALONE: Final = "standalone"  # the core's own, for models of any family
+_NO_ROW: Final = "a step has --max-batch-requests 1, the row of one token, and each guess needs one more"
 
 
 class ChosenDrafter(NamedTuple):
@@ -44,21 +45,21 @@ def choose_drafter(
     """What guesses next tokens, and how many of a request in one step.
 
     shipped: draft models that come with the target, by drafter, the best first. config, folder: the target's.
-    Raises `ConfigError` for a drafter that is no part of this target, more than it is good for, or a model that it does not run.
+    Raises `ConfigError` for one that is no part of this target, more than it is good for or has rows for, or what it does not run.
     """
     if asked.drafter == "off":
         return ChosenDrafter(None, 0, "")
     every = _beside(registry, config)
     if asked.drafter == "auto":
-        come = (*shipped, *(name for name, offer in every.items() if _is_stored_part(offer.spec, config, folder)))
-        offer, why = _best(every, registry, come=come, given=asked.draft_model)
+        come = (*shipped, *(name for name, each in every.items() if each.spec.suits and is_stored(each.spec, config, folder)))
+        offer, why = _best(asked, every, registry, come=come)
         if offer is None:
             return ChosenDrafter(None, 0, why)
     else:
         offer, why = _named(asked, every, registry, config), "asked for"
     length = _length(asked, offer, config)
     options = registry.options_for(offer.name)
-    siblings = siblings_of(offer, options) if length else 0
+    siblings = siblings_of(offer, options) * (length > 0)
     trees = siblings > 0 or gives_trees(offer, options)
     branching = f", each beside its {siblings} likeliest others" if siblings else ", which may branch" if trees else ""
     said = f"{why}, from {offer.source}; up to {length} tokens of a request in a step{branching}"
@@ -78,6 +79,8 @@ def _named(
         if given is not None and (is_part or not offer.spec.is_model):
             what = "a part of the model's own checkpoint" if is_part else "which runs no model"
             raise ConfigError(f"--drafter is {name}, {what}; leave --draft-model out")
+        if asked.max_batch_requests == 1 and asked.draft_length != "0":  # it would guess, and nothing would ever be verified
+            raise ConfigError(f"--drafter is {name}, and {_NO_ROW}; take one more than guesses in a step, or leave --drafter out")
         return offer
     names = {"auto", "off", *(offer.name for offer in registry.offers(DrafterSpec))}
     if name in names:
@@ -109,10 +112,6 @@ def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:
         return spec.suits(config)
 
 
-def _is_stored_part(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
-    return spec.suits is not None and is_stored(spec, config, folder)
-
-
 def is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
     """Whether the checkpoint has its tensors: who copies or converts one may leave them out."""
     if (model := spec.model) is None:
@@ -126,11 +125,13 @@ def is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> 
 
 
 def _best(
-    every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, come: Sequence[str], given: str | None
+    asked: EngineOptions, every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, come: Sequence[str]
 ) -> tuple[Offer[DrafterSpec] | None, str]:
     """The one to take if none is named, and why. come: those whose models come with the target, the best first."""
-    if given is not None:
-        return _running(every, find_folder(given, registry)), "auto: runs the draft model that is given"
+    if asked.max_batch_requests == 1:
+        return None, f"auto: {_NO_ROW}"
+    if asked.draft_model is not None:
+        return _running(every, find_folder(asked.draft_model, registry)), "auto: runs the draft model that is given"
     for name in come:
         if name in every:
             return every[name], "auto: its draft model comes with this model"

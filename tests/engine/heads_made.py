@@ -50,12 +50,16 @@ def drawn(shapes: Mapping[str, Sequence[int]], seed: int = 3) -> dict[str, torch
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3:
-    """An EAGLE-3 head. config: beside its layer's. layer: what its tensors begin with. own: size of its vocabulary."""
+    """An EAGLE-3 head. config: beside its layer's. layer: what its tensors begin with. own: size of its vocabulary.
+
+    maps_all: it has `d2t` though that is the target's.
+    """
 
     config: dict[str, Any] = field(default_factory=dict)
     layer: str = "midlayer"
     own: int = OWN_VOCABULARY
     has_head: bool = True
+    maps_all: bool = False
     is_speculators: bool = False
     num_features: int = 3
     target_size: int = SIZE
@@ -82,7 +86,7 @@ class Eagle3:
                 **({"embed_tokens.weight": (self.vocab_size, SIZE)} if self.target_size != SIZE else {}),
             }
         )
-        if self.own < self.vocab_size:
+        if self.own < self.vocab_size or self.maps_all:
             kept = torch.randperm(self.vocab_size, generator=torch.Generator().manual_seed(9))[: self.own].sort().values
             found["d2t"] = kept - torch.arange(self.own)
             found["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill(0, kept, True)

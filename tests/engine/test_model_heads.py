@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Eagle3] = {
     "its authors'": Eagle3(),
     "layers.0, the whole vocabulary, the target's head": Eagle3(layer="layers.0", own=256, has_head=False),
     "the whole vocabulary, its own head": Eagle3(own=256),
+    "the whole vocabulary, and which token is which": Eagle3(own=256, maps_all=True),
     "speculators": Eagle3(
         layer="layers.0",
         is_speculators=True,

@@ -130,6 +130,20 @@ def test_each_is_told_what_plain_decoding_tells(write_oracle: Callable[..., Orac
     assert_equal_answers(registry, options(oracle, max_batch_tokens=64), requests, kind)
 
 
+def test_behind_drafts_an_answer_may_end_where_it_may_in_plain_decoding(write_oracle: Callable[..., Oracle]) -> None:
+    """Each at a place of its own, of which some are behind drafts: at the first at which `min_tokens` lets it, or just too early."""
+    oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
+    plainly = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    asked = [
+        GenerationRequest(request_id=f"{at}", prompt_token_ids=(3 + at, *prompt[:20]), params=SamplingParams(**plainly))
+        for at, prompt in enumerate((*oracle.prompts[:4], *oracle.prompts[:4]))
+    ]
+    free = answers_of(Engine.build(options(oracle), registry), asked)
+    ends = [{"stop_token_ids": (free[f"{at}"].tokens[1 + at],), "min_tokens": 1 + at + at // 4} for at in range(len(asked))]
+    requests = [dataclasses.replace(one, params=SamplingParams(**plainly, **end)) for one, end in zip(asked, ends, strict=True)]
+    assert_equal_answers(registry, options(oracle), requests, "right")
+
+
 @pytest.mark.parametrize(("name", "kind"), [("llama", "right"), ("mistral", "random")])
 def test_keys_and_values_in_float8_are_the_same_ones(write_oracle: Callable[..., Oracle], name: str, kind: str) -> None:
     """Rows that verify read the numbers that decoding reads."""

@@ -21,6 +21,7 @@ from enginery.contracts.versions import HookGroup
 from enginery.engine import grammar_budget
 from enginery.engine.engine import Engine
 from enginery.engine.grammar_budget import BoundedState, RevocableBoundedState
+from enginery.engine.grammars_ahead import ALL, DraftMasks
 from enginery.errors import RequestError
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
@@ -206,6 +207,25 @@ def test_what_fails_behind_a_wrong_draft_is_forgotten_with_it() -> None:
         state.fill_mask(row)
     state.rollback(1)
     state.fill_mask(row)
+
+
+def test_a_draft_that_the_grammar_forbids_is_no_failure_of_the_grammar() -> None:
+    """Rows before it have their masks, nobody reaches those behind it. For a failure the request would be drafted no more."""
+    evens = 0x55555555
+
+    class Even(Fussy):
+        def fill_mask(self, row: np.ndarray) -> None:
+            row[:] = evens
+
+        def accept(self, token_id: int) -> bool:
+            return token_id % 2 == 0 and super().accept(token_id)
+
+    inner = Even("none", -1)
+    state = BoundedState.of(inner, "plugin p")
+    assert isinstance(state, RevocableBoundedState)
+    masks = DraftMasks(state, (4, 7, 8))
+    assert [int(masks.behind(count, 1)[0]) for count in range(4)] == [evens, evens, ALL, ALL]
+    assert inner.taken == []
 
 
 def test_a_state_that_cannot_go_back_is_bounded_all_the_same() -> None:

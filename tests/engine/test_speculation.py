@@ -131,7 +131,7 @@ def test_each_is_told_what_plain_decoding_tells(write_oracle: Callable[..., Orac
 
 
 def test_behind_drafts_an_answer_may_end_where_it_may_in_plain_decoding(write_oracle: Callable[..., Oracle]) -> None:
-    """Each at a place of its own, of which some are behind drafts: at the first at which `min_tokens` lets it, or just too early."""
+    """Each at a place of its own, some of them behind drafts: the first that `min_tokens` allows, or the one before."""
     oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
     plainly = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     asked = [

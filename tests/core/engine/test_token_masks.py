@@ -114,3 +114,10 @@ def test_a_row_that_cannot_go_on_is_named_and_the_others_are_masked() -> None:
     assert made[1] == {1: "too many states", 2: "the grammar allows no token here, not even the end"}
     logits = adjusted(torch.zeros(3, 70), made)
     assert torch.isfinite(logits).sum(-1).tolist() == [1, 70, 70]
+
+
+def test_min_tokens_counts_the_drafts_before_a_row() -> None:
+    """The first row of a verification may not end, the one behind a draft may."""
+    first = row(Allows([3, 5]), num_output=1, min_tokens=2)
+    behind = first._replace(position=first.position + 1, drafts=(5,))
+    assert allowed(first, behind) == [{5}, {3, 5}]

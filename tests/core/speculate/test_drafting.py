@@ -227,11 +227,13 @@ class Backward(Forward):
 def test_who_decodes_is_asked_for_as_many_as_its_limit_has_room_for() -> None:
     drafter = Noting()
     drafts = drafting_of(drafter).propose(
-        table_of(running("a"), running("prompt", computed=2), running("short", limit=7), running("full", limit=6))
+        table_of(
+            running("a"), running("prompt", computed=2), running("short", limit=7, cache_salt="mine"), running("full", limit=6)
+        )
     )
-    assert [(ask.key, list(ask.token_ids), ask.most) for ask in drafter.asks] == [
-        ("a", [0, 1, 2, 3, 4], 3),
-        ("short", [0, 1, 2, 3, 4], 1),
+    assert [(ask.key, list(ask.token_ids), ask.most, ask.salt) for ask in drafter.asks] == [
+        ("a", [0, 1, 2, 3, 4], 3, ""),
+        ("short", [0, 1, 2, 3, 4], 1, "mine"),
     ]
     assert drafts == {"a": [1, 2, 3], "short": [1]}
 

@@ -1,9 +1,10 @@
 """Guesses in a step: how many rows they may have, and whose pages."""
 
+import msgspec
 import pytest
 from integrity import check_scheduler
 
-from enginery.contracts.request import RequestOutput
+from enginery.contracts.request import RequestOutput, TokenLogprob
 from enginery.schedule import planner
 from enginery.schedule.scheduler import Scheduler
 
@@ -124,8 +125,11 @@ def test_guesses_behind_the_end_of_an_answer_are_neither_right_nor_wrong(told, p
     scheduler.submit(asked_of("r", [10] * 4, **{"max_tokens": 40, "ignore_eos": True} | params))
     run(scheduler)
     step = scheduler.next_step().value
-    (output,) = Scheduler.complete(scheduler, step, output_of(step, Told([told])))
+    logprobs = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in told)
+    given = msgspec.structs.replace(output_of(step, Told([told])), logprobs={0: logprobs})
+    (output,) = Scheduler.complete(scheduler, step, given)
     assert (output.num_drafted, output.num_accepted) == (drafted, accepted)
+    assert tuple(each.token_id for each in output.logprobs) == output.token_ids
 
 
 def test_guesses_behind_a_stop_string_are_neither_too():

@@ -37,11 +37,14 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.model import Feature
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError, EnginError
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
+from enginery.worker.drafts.parts import find_draft_needs
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS
 
@@ -296,3 +299,11 @@ def test_what_a_draft_model_takes_is_in_the_memory_plan(registry: Registry, draf
     assert both.weights_bytes - alone.weights_bytes == pytest.approx(4 * own, rel=0.001)
     assert both.workspace_bytes > alone.workspace_bytes
     assert both.num_pages < alone.num_pages
+
+
+def test_hidden_states_that_are_tapped_are_in_the_memory_plan(registry: Registry) -> None:
+    asked = embedded(drafter="eagle", max_batch_tokens=64)
+    needs = find_draft_needs(asked, registry, choose(asked, registry))
+    assert needs is not None
+    more = dataclasses.replace(needs, taps=(Feature(0), Feature(1), Feature(2)))
+    assert more.workspace_bytes - needs.workspace_bytes == 64 * 2 * 256 * 4

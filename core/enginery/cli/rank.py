@@ -63,8 +63,7 @@ def rank(
     elif join is None or rank_key_file is None:
         raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE alone to make a key")
     else:
-        own = joining.OwnOptions(**vars(host))
-        if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):
+        if code := joining.join(join, RankKey.read(rank_key_file), vars(host), rank=number, wait_s=wait_s):
             raise typer.Exit(code)
 
 

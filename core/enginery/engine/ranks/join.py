@@ -11,14 +11,12 @@ process, and this process when the connection is lost, so no rank outlives its e
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -40,21 +38,12 @@ _LOOK_MS: Final = 50
 _LAST_WORDS_MS: Final = 2000
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnOptions:
-    """What this rank has otherwise than its engine: see `EngineOptions`. None: the same, and all threads of the host."""
-
-    model: str | None = None
-    draft_model: str | None = None
-    num_threads: int | None = None
-    memory_fraction: float | None = None
-
-
-def join(address: str, key: RankKey, own: OwnOptions, *, rank: int | None, wait_s: float) -> int:
+def join(address: str, key: RankKey, own: Mapping[str, object], *, rank: int | None, wait_s: float) -> int:
     """Be a rank of the engine there, to its end. Returns the exit code.
 
-    rank: its number, from 1; None: any. wait_s: how long the engine may take to listen. Raises `ConfigError` where it refuses this
-    rank, and `EngineDied` when the engine is gone.
+    own: what this rank has otherwise than its engine, of `EngineOptions`; None: the same, and all threads of the host. rank: its
+    number, from 1; None: any. wait_s: how long the engine may take to listen. Raises `ConfigError` where it refuses this rank, and
+    `EngineDied` when the engine is gone.
     """
     host_and_port(address, f"--join is {address!r}, but must be tcp://ADDRESS:PORT, as the engine's --listen")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -76,7 +65,7 @@ def join(address: str, key: RankKey, own: OwnOptions, *, rank: int | None, wait_
 
 
 class _Member:
-    def __init__(self, link: zmq.Socket[bytes], address: str, own: OwnOptions, *, wait_s: float) -> None:
+    def __init__(self, link: zmq.Socket[bytes], address: str, own: Mapping[str, object], *, wait_s: float) -> None:
         self._link, self._address, self._own = link, address, own
         self._monitor = link.get_monitor_socket(_EVENTS)
         self._ranks: LocalRanks | None = None
@@ -137,13 +126,13 @@ class _Member:
     def _boot(self, message: messages.BootFrame) -> None:
         """Begin as what the engine says, with this host's own options."""
         boot = msgspec.msgpack.decode(message.frame, type=messages.Boot)
-        changes = {name: value for name, value in vars(self._own).items() if value is not None}
+        changes = {name: value for name, value in self._own.items() if value is not None}
         if "model" in changes:
             changes["tokenizer"] = None
         if (why := _missing(boot.options, changes)) is not None:
             self._tell(Death(message.rank, CheckpointError.exit_code, why, ()))
             raise CheckpointError(f"this host {why}")
-        boot = msgspec.structs.replace(boot, options=dataclasses.replace(boot.options, **changes))
+        boot = msgspec.structs.replace(boot, options=EngineOptions(**(vars(boot.options) | changes)))
         self._ranks = LocalRanks([COMMAND], first=message.rank, is_elsewhere=True)
         self._ranks.boot(message.rank, messages.encode(boot))
 

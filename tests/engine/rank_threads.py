@@ -29,7 +29,6 @@ from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import Meeting
 from enginery.worker.choice import Choice
 from enginery.worker.device import devices_of_ranks, torch_device
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.gloo import Standing
@@ -243,9 +242,9 @@ class ThreadRanks:
             thread.start()
         self.turns.take()
 
-    def build(self, rank: int = 0) -> BuiltParts:
+    def build(self, rank: int = 0, **given: object) -> BuiltParts:
         options = dataclasses.replace(self.options, device=self._devices[rank], **self._others if rank else {})
-        return build_parts(options, self._registry, place=Place(self._mesh.of_rank(rank), self._meeting(rank)))
+        return build_parts(options, self._registry, place=Place(self._mesh.of_rank(rank), self._meeting(rank)), **given)
 
     def _meeting(self, rank: int) -> Callable[[Choice], RankGroups]:
         def meet(choice: Choice) -> RankGroups:
@@ -344,10 +343,9 @@ def on_threads(
         ranks = ThreadRanks(asked, registry, others)
         try:
             try:
-                parts = ranks.build()
+                parts = ranks.build(forced_rates=forced_rates)
                 ranks.meet()
-                forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
-                engine = Engine(parts, registry, asked, ranks=ranks, forced=forced)
+                engine = Engine(parts, registry, asked, ranks=ranks)
                 ranks.guesses[0] = noted(engine._runner)
             except BaseException as error:
                 ranks.failed(error)

@@ -298,7 +298,7 @@ def test_guesses_that_branch_are_verified_beside_prompts(registry: Registry, mon
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_acceptance_is_forced_behind_graphs(registry: Registry, ranks: int, rate: float) -> None:
-    """Of one rank decoding steps are captured anew; those of prompts stay as they are."""
+    """Within those of decoding steps where there is one rank, else behind them."""
     sizes = {"max_model_len": 128, "max_batch_requests": 6, "max_batch_tokens": 64, "num_pages": 100}
     asked = small_model(attention_backend="torch", drafter="eagle", draft_length="2", tp=ranks, **sizes)
     with simulated():

@@ -24,7 +24,6 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.tails import _Kept
 from enginery.worker.runner import Guesses
 
@@ -59,13 +58,12 @@ def requests_of(oracle: Oracle) -> list[GenerationRequest]:
 def assert_same_guesses(
     request: pytest.FixtureRequest, asked: EngineOptions, registry: Registry, requests: list[GenerationRequest], *, how: str
 ) -> None:
-    forced = ForcedAcceptance(RATES, torch.device("cpu"))
     expected, told = guesses_and_answers(Engine.build(asked, registry, forced_rates=RATES), requests)
     request.getfixturevalue("unread")
     if how == "eager":
         engine = Engine.build(asked, registry, forced_rates=RATES)
     else:
-        engine, capture, drafts = captured(asked, registry, forced=forced)
+        engine, capture, drafts = captured(asked, registry, forced_rates=RATES)
         assert drafts is None
     found, now = guesses_and_answers(engine, requests)
     assert {about: one.tokens for about, one in now.items()} == {about: one.tokens for about, one in told.items()}

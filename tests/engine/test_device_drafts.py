@@ -31,7 +31,6 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.captured_step import takes_graphs
 from enginery.worker.paths.decode_capture import DecodeCapture, Speculation
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
@@ -67,7 +66,7 @@ def captured(
     *,
     recurrent: Callable[[BackendContext], object] | None = None,
     found_starts: int = MOST_ROWS,
-    **named: object,
+    **given: object,
 ) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most.
 
@@ -83,7 +82,7 @@ def captured(
             return Short(context) if recurrent is None or name != "linear" else recurrent(context)
 
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
-    parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
+    parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture, geometry = AgainAndAgain(), parts.step.pool.geometry
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
@@ -109,7 +108,7 @@ def captured(
     assert graphs.verified_rows == MOST_ROWS
     while drafts is not None and drafts.prepare(graphs.captured.values(), lambda _: parts.choice.draft_length):
         pass
-    return Engine(dataclasses.replace(parts, captured=Captured(graphs, drafts=drafts)), registry, asked, **named), capture, drafts
+    return Engine(dataclasses.replace(parts, captured=Captured(graphs, drafts=drafts)), registry, asked), capture, drafts
 
 
 def requests_of(prompts: list[list[int]] | list[tuple[int, ...]], **changes: object) -> list[GenerationRequest]:
@@ -311,8 +310,7 @@ def test_acceptance_is_forced_within_the_graph(
 ) -> None:
     """As often as its rates say, whatever was guessed, and with nothing left to do behind a replay."""
     oracle = write_oracle("self llama", SELVES["llama"])
-    forced = ForcedAcceptance(rates, torch.device("cpu"))
-    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry, forced=forced)
+    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry, forced_rates=rates)
     drafts._model.guess = lambda state, *_: torch.zeros(len(state), 1, dtype=torch.int64)  # type: ignore[method-assign]
     (request,) = requests_of([oracle.prompts[0]])
     asked = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=41, ignore_eos=True))

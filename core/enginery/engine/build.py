@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -141,8 +141,12 @@ def build_parts(
     pages: Mapping[MemoryKind, int] = MappingProxyType({}),
     place: Place = ALONE,
     found: Checkpoint | None = None,
+    forced_rates: Sequence[float] = (),
 ) -> BuiltParts:
-    """Choose, check, plan, load and bind, or raise `EnginError`. pages: so many of these kinds of memory, whatever would fit."""
+    """Choose, check, plan, load and bind, or raise `EnginError`. pages: so many of these kinds of memory, whatever would fit.
+
+    forced_rates: see `ForcedAcceptance`.
+    """
     phases = Phases(report)
     with phases("choice"):
         chosen = choose(asked, registry, parallel=place.parallel, found=found)
@@ -170,7 +174,8 @@ def build_parts(
         drafter = build_draft_model(asked, registry, draft, target=choice, model=model, setting=setting, pool=pool, socket=socket)
         model, joined = met.joined(model, choice, comm)
     feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
-    step = StepParts(model, joined, ops, socket, feed, pool, choice.results)
+    forced = ForcedAcceptance(forced_rates, choice.device) if forced_rates else None
+    step = StepParts(model, joined, ops, socket, feed, pool, choice.results, forced)
     with phases("warm up"):
         if choice.device.type == "cuda":
             torch.cuda.empty_cache()  # what loading held for a while: libraries allocate beside torch
@@ -187,15 +192,10 @@ def build_parts(
     )
 
 
-def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> Runner:
-    """What runs the steps. forced: for benchmarks; decoding steps of one rank are captured anew with it."""
-    captured, graphs = parts.captured, parts.captured.graphs
-    if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
-        graphs.captured.clear()  # the new ones are in their memory
-        steps = dataclasses.replace(graphs.steps, speculation=graphs.steps.speculation._replace(forced=forced))
-        captured = captured._replace(graphs=type(graphs)(steps))
+def build_runner(parts: BuiltParts) -> Runner:
+    """What runs the steps."""
     tables, model, siblings = PageTables(parts.step.pool.geometry), parts.draft_model, parts.choice.draft_siblings
-    return Runner(parts.step, tables=tables, captured=captured, draft_model=model, forced=forced, siblings=siblings)
+    return Runner(parts.step, tables=tables, captured=parts.captured, draft_model=model, siblings=siblings)
 
 
 def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:

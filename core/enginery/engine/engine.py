@@ -36,7 +36,6 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import HOST_LENGTHS, LENGTHS, DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.choice import Checkpoint
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import Guesses, RunningStep
 
@@ -71,16 +70,8 @@ class _Failure(NamedTuple):
 class Engine:
     """Built once, then `submit`, `abort` and `step` until there is no work."""
 
-    def __init__(
-        self,
-        parts: BuiltParts,
-        registry: Registry,
-        asked: EngineOptions,
-        *,
-        forced: ForcedAcceptance | None = None,
-        ranks: Ranks = NO_RANKS,
-    ) -> None:
-        """forced: for benchmarks, see `ForcedAcceptance`. ranks: the others."""
+    def __init__(self, parts: BuiltParts, registry: Registry, asked: EngineOptions, *, ranks: Ranks = NO_RANKS) -> None:
+        """ranks: the others."""
         choice = parts.choice
         settings, eos_token_ids = choice.settings, choice.checkpoint.eos_token_ids
         self.facts = parts.facts()
@@ -117,7 +108,7 @@ class Engine:
         self._told: list[RequestOutput] = []
         self._sent: deque[_Sent] = deque()
         self._in_flight: deque[_InFlight] = deque()
-        self._runner, self._ranks = build_runner(parts, forced), ranks
+        self._runner, self._ranks = build_runner(parts), ranks
 
     @classmethod
     def build(
@@ -141,9 +132,8 @@ class Engine:
             report(BuildProgress(phase="ranks"))
         with begun_ranks(asked, registry, launch) as others:
             own, place = (asked, ALONE) if others is None else (others.options, others.place)
-            parts = build_parts(own, registry, report, place=place, found=found)
-        forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
-        engine = cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
+            parts = build_parts(own, registry, report, place=place, found=found, forced_rates=forced_rates)
+        engine = cls(parts, registry, asked, ranks=others or NO_RANKS)
         if grammars:
             with (phases := Phases(report))("grammars"):
                 engine._compilers.load()

@@ -25,7 +25,7 @@ from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import DRAW_KINDS, ForcedAcceptance, GuessDraws
+from enginery.worker.drafts.draws import DRAW_KINDS, GuessDraws
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
@@ -56,7 +56,7 @@ class Runner:
     """Owns the model and its backend. Between steps it remembers, by seat, page tables and each last token, on the device.
 
     agreement: among tensor ranks, on what each has to know of a step beside the step; None where there is one rank. draft_model:
-    what guesses, unless it is of the host. forced: for benchmarks, draws whether guesses are right. siblings: beside each guess.
+    what guesses, unless it is of the host. siblings: beside each guess.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Runner:
         tables: PageTables,
         captured: Captured,
         draft_model: DraftModel | None = None,
-        forced: ForcedAcceptance | None = None,
         siblings: int = 0,
     ) -> None:
         self.parts, self.tables, self._is_full = parts, tables, False
@@ -74,7 +73,7 @@ class Runner:
         self.graphs, self.pieces, self._draft_graphs = captured
         self.device, self._is_cuda = self.feed.device, self.feed.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.draft_model, self._forced, self._siblings = draft_model, forced, siblings
+        self.draft_model, self._siblings = draft_model, siblings
         joined = parts.joined
         self.agreement = None if joined is None else Agreement.of(joined, draft_model)
         self._lane = 0 if joined is None or joined.lanes is None else joined.lanes.lane
@@ -118,7 +117,7 @@ class Runner:
         eager = EagerPath(self.parts, keeps_all=self.draft_model is not None, writes_late=late)
         paths, graphs = Paths(eager, self.graphs, self.pieces, without_graph=eager), self.graphs
         has_head = graphs is not None and graphs.steps.head is not None
-        return with_ranks(paths, self.parts, has_head=has_head, is_forced=self._forced is not None)
+        return with_ranks(paths, self.parts, has_head=has_head)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
@@ -223,8 +222,8 @@ class Runner:
         count, length = step.num_decode, step.decode_len
         values = (batch.input_ids, batch.positions, marked)
         inputs, places, sampled = (each[: count * length].view(count, length) for each in values)
-        if self._forced is not None:
-            inputs = self._forced.tokens(inputs, sampled, places)
+        if self.parts.forced is not None:
+            inputs = self.parts.forced.tokens(inputs, sampled, places)
         most = _most_right(step, cuts)
         begins, seats = begins_of(step.sampled_rows), step.columns().seat[step.sampling]
         uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)

@@ -26,7 +26,6 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput, Way
 from enginery.speculate.acceptance import accept
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import CapturedComb, standing_in_comb
 from enginery.worker.layout import KNOWN, has_pending, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Head, HeadResults, at_the_earliest, captured_moving, move_on
@@ -49,12 +48,11 @@ class DecodeKey(NamedTuple):
 
 class Speculation(NamedTuple):
     """What steps that verify, or that a draft model follows, are captured with. hidden: [most rows, C], where the draft model takes
-    the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance. siblings: of combs, whose rows
+    the hidden states. siblings: of combs, whose rows
     are moved where they stand; 0: drafts that branch are verified eagerly. most_starts: the most requests that begin where the
     device finds, see `captured_step`; where more begin is known at the launch. most_positions: of a request."""
 
     hidden: Tensor | None = None
-    forced: ForcedAcceptance | None = None
     siblings: int = 0
     most_starts: int = 0
     most_positions: int = 0
@@ -178,13 +176,13 @@ def _keep(
     without drafts."""
     if found.best is None or found.marked is None:
         return
-    seats, feed, forced = packed[-1, : batch.num_requests], steps.parts.feed, steps.speculation.forced
+    seats, feed, forced = packed[-1, : batch.num_requests], steps.parts.feed, steps.parts.forced
     if out is None:
         feed.keep(found.best, seats)
         return
     num_drafts, shape = packed[-3, : len(seats)], (batch.num_requests, batch.decode_len)
     sampled, inputs, places = (each.view(shape) for each in (found.marked, batch.input_ids, batch.positions))
-    if forced is not None:
+    if forced is not None and steps.num_ranks == 1:
         inputs = forced.tokens(inputs, sampled, places)
     parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
     path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)

@@ -18,6 +18,7 @@ from enginery.kv.pool import PagedKVPool
 from enginery.worker.token_feed import TokenFeed
 
 if TYPE_CHECKING:
+    from enginery.worker.drafts.draws import ForcedAcceptance
     from enginery.worker.ranks.collectives import JoinedHead
 
 
@@ -53,7 +54,7 @@ class StepParts(NamedTuple):
     """What every step of a model runs with. pool: of keys and values. results: what the model has to return.
 
     joined: of several ranks, each with some of the logits' columns; None: the model gives them. socket: has the attention backends
-    that run now, and others after a changeover.
+    that run now, and others after a changeover. forced: for benchmarks, draws whether drafts are right.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class StepParts(NamedTuple):
     feed: TokenFeed
     pool: PagedKVPool
     results: ModelResults
+    forced: ForcedAcceptance | None = None
 
     @property
     def relay(self) -> BackendRelay:

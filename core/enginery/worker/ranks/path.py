@@ -100,7 +100,7 @@ class SampledRows:
         return Forwarded(planned_s=planned_s, in_graphs=in_graphs, rows=rows, last=last)
 
 
-def with_ranks(paths: Paths, parts: StepParts, *, has_head: bool, is_forced: bool) -> Paths:
+def with_ranks(paths: Paths, parts: StepParts, *, has_head: bool) -> Paths:
     """These ways with what several ranks do behind them. has_head: decoding steps are captured with it, not the forward alone."""
     if (head := parts.joined) is None:
         return paths
@@ -111,7 +111,7 @@ def with_ranks(paths: Paths, parts: StepParts, *, has_head: bool, is_forced: boo
     eager = without = best(paths.eager if head.lanes is None else LanePath(parts, head.lanes))
     pieces, graph = None if paths.pieces is None else best(paths.pieces), paths.graph
     if graph is not None and has_head:
-        graph = GatheredLogits(graph, head, is_forced=is_forced)
+        graph = GatheredLogits(graph, head, is_forced=parts.forced is not None)
     elif graph is not None:
         graph, without = (best(SampledRows(path, parts, head)) for path in (graph, PaddedForward(parts)))
     return Paths(eager, graph, pieces, without)

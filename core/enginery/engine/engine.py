@@ -332,7 +332,7 @@ def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: 
     num_others = scheduler.num_running + scheduler.num_waiting - grammars.num_waiting
     for request_id, found in grammars.settled(idle=idle and not num_others):
         if isinstance(found, RequestError):
-            scheduler.fail([request_id])
+            scheduler.abort(request_id)
             is_late = isinstance(found, Overloaded)
             answers.append(
                 RequestOutput(request_id=request_id, error=str(found), param=found.param, is_answer=True, is_overload=is_late)

@@ -11,7 +11,7 @@ runs too, and all agree on the way and on the padding before anything is planned
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
@@ -132,12 +132,9 @@ class LaneScheduler:
             outputs += lane.complete(own, part, _of(refused, at))
         return outputs
 
-    def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
-        """End the requests of a step that did not complete, or those with these ids. Returns the ones that had not ended before."""
-        if isinstance(failed, StepInput):
-            return [request for lane, own in zip(self._lanes, failed.lanes, strict=True) for request in lane.fail(own)]
-        asked = list(failed)
-        return [request for lane in self._lanes for request in lane.fail(asked)]
+    def fail(self, step: StepInput) -> list[Request]:
+        """End the requests of a step that did not complete. Returns the ones that had not ended before."""
+        return [request for lane, own in zip(self._lanes, step.lanes, strict=True) for request in lane.fail(own)]
 
     def check_idle(self) -> None:
         for lane in self._lanes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -200,12 +200,9 @@ class Scheduler:
                 self.table.settle(request)
         return outputs
 
-    def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
-        """End the requests of a step that did not complete, or those with these ids. Returns the ones that had not ended before."""
-        if isinstance(failed, StepInput):
-            requests = self._land(failed)
-        else:
-            requests = [self.table.by_id[request_id] for request_id in failed if request_id in self.table.by_id]
+    def fail(self, step: StepInput) -> list[Request]:
+        """End the requests of a step that did not complete. Returns the ones that had not ended before."""
+        requests = self._land(step)
         ended = [request for request in requests if request.status is not RequestStatus.FINISHED]
         for request in ended:
             self.table.end(request)

@@ -51,7 +51,7 @@ class RandomUse:
     def act(self):
         """Something that could happen next, more often than not a step."""
         if self.requests and self.random.random() < self.chaos:
-            self.random.choice([self.abort, self.fail_one, self.fail_step])()
+            self.random.choice([self.abort, self.fail_step])()
         elif self.random.random() < 0.25:
             self.submit()
         elif len(self.launched) < self.depth and self.random.random() < 0.7:
@@ -98,9 +98,6 @@ class RandomUse:
         assert self.scheduler.abort(request.request_id) is not had_ended
         if not had_ended:
             self.dropped.add(request.request_id)
-
-    def fail_one(self):
-        self.dropped.update(ended.request_id for ended in self.scheduler.fail([self.random.choice(list(self.requests))]))
 
     def fail_step(self):
         if not self.launched:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
@@ -28,7 +28,6 @@ from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
-from enginery.engine.kv_events.off import NoEvents, PrefixEvents
 from enginery.errors import ConfigError
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import state_bytes
@@ -61,6 +60,9 @@ from enginery.worker.ranks.collectives import Met
 from enginery.worker.runner import Captured, Runner
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from enginery.engine.kv_events.publisher import KVEvents
 
 log = logging.getLogger(__name__)
 
@@ -334,13 +336,22 @@ def run_once(choice: Choice, step: StepParts) -> None:
         warm_up(step, longest=longest)
 
 
-def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:
-    """Who tells routers what is cached. Where nobody asked for it, nothing is imported for it."""
+def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> list[KVEvents]:
+    """What tells routers which prefixes each lane has. Where nobody asked for it, nothing, and nothing is imported for it."""
     if asked.kv_events is None:
-        return NoEvents()
+        return []
     from enginery.engine.kv_events.blocks import groups_of
-    from enginery.engine.kv_events.publisher import LaneEvents
+    from enginery.engine.kv_events.publisher import KVEvents
 
     choice, memory = parts.choice, parts.memory
     groups = groups_of(has_latents=choice.facts.has_latents, window=memory.window, has_states=memory.state_pages > 0)
-    return LaneEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)
+    medium = "CPU" if choice.device.type == "cpu" else "GPU"
+    lanes: list[KVEvents] = []
+    try:
+        for lane in range(asked.dp_attention):
+            lanes.append(KVEvents(asked, lane=lane, medium=medium, groups=groups))
+    except BaseException:
+        for made in lanes:
+            made.close()
+        raise
+    return lanes

@@ -81,7 +81,7 @@ class Engine:
         self._drafting = _drafting_of(asked, parts, registry, self._made)
         alone = self._drafting if asked.num_ranks == 1 else None  # other ranks would not take part in captures in idle moments
         self._num_guesses = (lambda _: 0) if alone is None else alone.lengths.found
-        self._scheduling = scheduling_of(asked, parts, registry, watcher_of=self._kv_events.watcher, drafting=self._drafting)
+        self._scheduling = scheduling_of(asked, parts, registry, watchers=self._kv_events, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
@@ -189,7 +189,8 @@ class Engine:
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
-        self._kv_events.publish()
+        for lane in self._kv_events:
+            lane.publish()
         return outputs
 
     def recover(self, error: BaseException) -> list[RequestOutput]:
@@ -211,13 +212,15 @@ class Engine:
     def flush_prefix_cache(self) -> int:
         freed, is_empty = self._scheduling.flush()
         if is_empty:
-            self._kv_events.cleared()
+            for lane in self._kv_events:
+                lane.cleared()
         return freed
 
     def prepare(self) -> bool:
         """Change over to better backends, capture one more graph, or compile the usual grammar, whichever is first to be done."""
         self._ranks.check()
-        self._kv_events.publish()
+        for lane in self._kv_events:
+            lane.publish()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
@@ -228,7 +231,8 @@ class Engine:
     def close(self) -> None:
         """End what still compiles for this engine, and its other ranks."""
         self._ranks.end()
-        self._kv_events.close()
+        for lane in self._kv_events:
+            lane.close()
         if self._changeover is not None:
             self._changeover.stop()
 

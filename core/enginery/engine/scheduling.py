@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
@@ -38,16 +38,16 @@ def scheduling_of(
     parts: BuiltParts,
     registry: Registry,
     *,
-    watcher_of: Callable[[int], PrefixWatcher | None],
+    watchers: Sequence[PrefixWatcher],
     drafting: Drafts | None,
 ) -> Scheduling:
-    """watcher_of: of each lane's prefix cache. drafting: where there is one lane."""
+    """watchers: of each lane's prefix cache, or none. drafting: where there is one lane."""
     caches = list[RadixPrefixCache]()
     offer = registry.schedule_policy(asked.schedule_policy)
     policy = guarded_policy(offer, registry.options_for(offer.name))
 
     def scheduler(lane: int) -> Scheduler:
-        cache, allocator, finite = page_owners(parts, watcher_of(lane))
+        cache, allocator, finite = page_owners(parts, watchers[lane] if watchers else None)
         caches.append(cache)
         return Scheduler(
             _settings_of(asked, parts, lane),

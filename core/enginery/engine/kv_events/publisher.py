@@ -39,7 +39,7 @@ _Waiting: TypeAlias = "queue.Queue[tuple[float, list[Change]] | None]"  # when, 
 
 
 class KVEvents:
-    """Of one lane: implements `kv.prefix.PrefixWatcher`, and what `LaneEvents` needs. Used by the engine's thread."""
+    """Of one lane, as in vLLM of an engine with a number and ports. Implements `PrefixWatcher`. Used by the engine's thread."""
 
     def __init__(
         self,
@@ -120,34 +120,6 @@ class KVEvents:
             self._thread.join(_END_S)
         if not self._thread.is_alive():
             self._context.term()
-
-
-class LaneEvents:
-    """Implements `PrefixEvents`: every lane tells of its own prefixes, as in vLLM an engine that has a number and ports."""
-
-    def __init__(self, asked: EngineOptions, *, medium: str, groups: Mapping[MemoryKind, Group]) -> None:
-        self._lanes: list[KVEvents] = []
-        try:
-            for lane in range(asked.dp_attention):
-                self._lanes.append(KVEvents(asked, lane=lane, medium=medium, groups=groups))
-        except BaseException:
-            self.close()
-            raise
-
-    def watcher(self, lane: int) -> KVEvents:
-        return self._lanes[lane]
-
-    def cleared(self) -> None:
-        for each in self._lanes:
-            each.cleared()
-
-    def publish(self) -> None:
-        for each in self._lanes:
-            each.publish()
-
-    def close(self) -> None:
-        for each in self._lanes:
-            each.close()
 
 
 class _Publisher:

@@ -5,6 +5,7 @@ N rows, V vocabulary, M numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -102,8 +103,14 @@ def _places(logits: torch.Tensor, cuts: Cuts, place: float = 0.5) -> torch.Tenso
 
 def _telling(logits: torch.Tensor, cuts: Cuts, others: Sequence[Cuts]) -> torch.Tensor:
     """The number, [], for which most of the others would have `draw_rows` give another token of [V]."""
-    numbers = (torch.arange(_NUMBERS) + 0.5) / _NUMBERS
-    noise = exponentials(numbers, len(logits)).double().log_()  # [M, V]
+    numbers, noise = _noise(len(logits))
     best, tokens = (_kept(logits, cuts).log() - noise).topk(2)  # [M, 2]
     told = [(_kept(logits, other).log() - noise).argmax(1) != tokens[:, 0] for other in others]
     return numbers[((1 + torch.stack(told).sum(0)) * (best[:, 0] > best[:, 1] + _APART)).argmax()]
+
+
+@functools.lru_cache(1)
+def _noise(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers, [M], and what each takes from the logarithm of every token's share: [M, V]. Calls of one size follow each other."""
+    numbers = (torch.arange(_NUMBERS) + 0.5) / _NUMBERS
+    return numbers, exponentials(numbers, size).double().log_()

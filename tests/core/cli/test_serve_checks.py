@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from free_ports import free_ports
@@ -16,7 +18,7 @@ from enginery.cli.main import build_app
 from enginery.cli.serve_checks import check_before_start
 from enginery.config.schema import EngineOptions
 from enginery.engine.ranks.ranks import check_ranks
-from enginery.errors import ConfigError
+from enginery.errors import ConfigError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.serve.engine.replica_options import replica_options
 
@@ -69,6 +71,14 @@ def test_the_process_that_serves_imports_no_torch_for_it() -> None:
 def test_of_a_model_that_is_not_here_nothing_is_asked() -> None:
     """It is downloaded first, which the server shows."""
     check_ranks(EngineOptions(model="owner/name", pp=20), Registry.load(no_plugins=True))
+
+
+def test_a_family_that_cannot_be_cut_into_stages_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["EchoForCausalLM"], "vocab_size": 97, "max_position_embeddings": 256})
+    )
+    with pytest.raises(Unsupported, match=r"family 'echo' cannot be cut into 2 pipeline stages.*leave --pp out"):
+        check_ranks(EngineOptions(model=str(tmp_path), pp=2), Registry.load())
 
 
 @pytest.mark.parametrize(

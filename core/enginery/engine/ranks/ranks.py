@@ -67,7 +67,8 @@ def check_ranks(asked: EngineOptions, registry: Registry) -> None:
     model = registry.default_checkpoint().name if asked.model is None else asked.model
     if os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None:
         config = read_config(folder := find_folder(model, registry, revision=asked.revision))
-        stage_of(described(registry.find_model(config)[0], config, f"the model in {folder}"), mesh_of(asked))
+        family, _ = registry.find_model(config)
+        stage_of(described(family, config, f"the model in {folder}"), mesh_of(asked), family=family.name)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from enginery.api import (
 )
 from enginery.contracts.batch import WINDOW
 from enginery.engine.engine import Engine
+from enginery.errors import Unsupported
 from enginery.nn.attention import SelfAttention
 from enginery.nn.decoder import Decoder, DecoderLayer, dense_mlp
 from enginery.nn.latent_attention import LatentSelfAttention
@@ -53,7 +54,7 @@ def read(config: Mapping[str, Any]) -> DeepseekShape:
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     facts = read(config).facts()
-    layers = list(facts.layers)
+    layers = [dataclasses.replace(layer, sliding_window=config.get("latent_window")) for layer in facts.layers]
     for index, window in enumerate(config["windows"], 1):
         keys = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, sliding_window=window)
         layers[index] = dataclasses.replace(keys, decoder_layer=index)
@@ -164,3 +165,11 @@ def test_guesses_that_branch_are_masked_in_both_kinds_of_layers(
 def test_several_ranks_have_the_same_tokens(beside: Oracle, registry: Registry, mesh: dict[str, int]) -> None:
     with on_threads(options(beside, **mesh), registry) as (engine, _):
         assert_greedy(beside, generate(engine, beside.prompts))
+
+
+def test_latents_of_windows_that_contexts_outgrow_are_refused_at_the_start(registry: Registry, tmp_path: Path) -> None:
+    oracle = written(tmp_path, WINDOWS["no windows"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"latent_window": 12}))
+    with pytest.raises(Unsupported, match="MLA in windows that contexts outgrow: no backend plans latents of windows"):
+        Engine.build(options(oracle), registry)

@@ -17,7 +17,7 @@ from enginery.attention.watch import Watch
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW
-from enginery.errors import PluginError
+from enginery.errors import PluginError, Unsupported
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
 from enginery.kv.states import RecurrentStatePool
@@ -59,8 +59,13 @@ def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batch
 
 
 def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRelay:
-    """A backend for each kind of memory, and for latents beside keys; where there is one, and no window, that one alone."""
+    """A backend for each kind of memory, and for latents beside keys; where there is one, and no window, that one alone.
+
+    Raises `Unsupported` for latents of windows.
+    """
     kinds = {(parts.pool.geometry.kind_of(layer), layer.latent is not None) for layer in parts.pool.geometry.layers}
+    if (WINDOW, True) in kinds:
+        raise Unsupported("the model has MLA in windows that contexts outgrow: no backend plans latents of windows")
     children: dict[str, BackendRelay] = {}
     for kind, name in _SOFTMAX_CHILDREN.items():
         if kind in kinds:

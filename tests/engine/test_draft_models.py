@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,14 @@ from engine.draft_models import (
     prompt_of,
 )
 from engine.random_use import RandomUse
+from engine.rank_threads import on_threads
 from engine.small_pair import small_model
 from engine.test_kinds_at_random import small_memory
 from engine.test_speculation import GRAMMARS, Told, answers_of
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import Oracle, shape
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from enginery.contracts.drafting import DrafterSpec
@@ -41,7 +43,7 @@ from enginery.contracts.model import Feature
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
-from enginery.errors import CheckpointError, EnginError
+from enginery.errors import CheckpointError, ConfigError, EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.drafts.parts import find_draft_needs
@@ -180,6 +182,42 @@ def test_a_strange_model_with_the_same_vocabulary_changes_no_token(
     engine = Engine.build(embedded(drafter="standalone", draft_model=str(strange.folder), draft_length="3"), registry)
     assert_told(answers_of(engine, requests[1::3]), {each.request_id: plainly[each.request_id] for each in requests[1::3]})
     assert counts_of(engine).accepted < 0.1 * counts_of(engine).drafted
+
+
+def shortened(oracle: Oracle, folder: Path, *, rows: int) -> Path:
+    """The same model with fewer rows in its vocabulary."""
+    config, tensors = json.loads((oracle.folder / "config.json").read_text()), load_file(oracle.folder / "model.safetensors")
+    kept = {name: each[:rows].clone() if len(each) == config["vocab_size"] else each for name, each in tensors.items()}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_vocabulary_that_is_padded_less_drafts_all_tokens_but_the_padding(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, ranks: int
+) -> None:
+    """As Qwen2.5 of 0.5B, 151,936 rows, for that of 7B, 152,064; prompts and answers have tokens that it has no rows for."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    size = oracle.model.config.vocab_size
+    draft = shortened(oracle, tmp_path, rows=size - 16)
+    requests = [asking(f"{at}", oracle.prompts[at]) for at in (0, 5, 2)]
+    requests.append(asking("padding", [size - 1, *oracle.prompts[4]], logit_bias={size - 2: 3.0}))
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    assert any(token >= size - 16 for each in expected.values() for token in each.tokens)
+    asked = by_itself(oracle, draft_model=str(draft), draft_length="2", tp=ranks)
+    with on_threads(asked, registry) if ranks > 1 else nullcontext((Engine.build(asked, registry), None)) as (engine, _):
+        assert_told(come_and_go(engine, requests), expected)
+        assert 0.3 * counts_of(engine).drafted < counts_of(engine).accepted < counts_of(engine).drafted
+
+
+def test_a_vocabulary_that_is_shorter_than_by_padding_is_refused(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path
+) -> None:
+    oracle = write_oracle("self llama", SELVES["llama"])
+    draft = shortened(oracle, tmp_path, rows=oracle.model.config.vocab_size - 129)
+    with pytest.raises(ConfigError, match="both need the same tokenizer"):
+        Engine.build(by_itself(oracle, draft_model=str(draft)), registry)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "standalone"])

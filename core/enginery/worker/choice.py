@@ -142,7 +142,7 @@ def choose(
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)
-    needs = LayerNeeds.of(stage_of(facts, parallel, family=family.name).memory, settings, device)
+    needs = LayerNeeds.of(stage_of(facts, parallel, family=f"family {family.name!r}").memory, settings, device)
     drafter = _drafter_beside(checkpoint, asked, registry, needs)
     refuse_trees(drafter, facts, parallel, max_model_len=settings.max_model_len)
     needs = verifying_drafts(needs, drafter)

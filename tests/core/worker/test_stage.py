@@ -130,7 +130,7 @@ def test_a_family_without_a_boundary_has_one_stage() -> None:
     assert stage_of(whole, ParallelFacts()).layers == range(2)
     why = r"family 'odd' cannot be cut into 2 pipeline stages, its ModelFacts\.boundary is empty: leave --pp out"
     with pytest.raises(Unsupported, match=why):
-        stage_of(whole, ParallelFacts(num_stages=2), family="odd")
+        stage_of(whole, ParallelFacts(num_stages=2), family="family 'odd'")
     with pytest.raises(Unsupported, match="3 pipeline stages cannot share 2 decoder layers; --pp may be 2 at the most"):
         stage_of(facts_of((ATTENTION, 0), (ATTENTION, 1)), ParallelFacts(num_stages=3))
 

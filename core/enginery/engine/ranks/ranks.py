@@ -68,7 +68,7 @@ def check_ranks(asked: EngineOptions, registry: Registry) -> None:
     if os.path.isdir(os.path.expanduser(model)) or registry.checkpoint(model) is not None:
         config = read_config(folder := find_folder(model, registry, revision=asked.revision))
         family, _ = registry.find_model(config)
-        stage_of(described(family, config, f"the model in {folder}"), mesh_of(asked), family=family.name)
+        stage_of(described(family, config, f"the model in {folder}"), mesh_of(asked), family=f"family {family.name!r}")
 
 
 @contextlib.contextmanager

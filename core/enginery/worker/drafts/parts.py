@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import torch
+
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import find_folder, read_config
@@ -19,6 +21,7 @@ from enginery.contracts.batch import FULL, Axis, Fill, NamedTensor
 from enginery.contracts.drafting import FEATURES, DrafterSpec
 from enginery.contracts.engine import report_to_nobody
 from enginery.contracts.model import DraftTarget, Feature, Model, ModelFacts, ModelSpec, Tapped
+from enginery.contracts.ops import OpTable
 from enginery.errors import CheckpointError, ConfigError, Unsupported
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.plugin.boundary import described, inside
@@ -36,6 +39,7 @@ from enginery.worker.weights.formats import stated_quantization
 from enginery.worker.weights.matrices import RankSetting
 from enginery.worker.weights.shares import stage_of
 
+_MOST_PADDING: Final = 128  # rows: vocabularies of one tokenizer are padded to several sizes, as in Qwen2.5 of 3B and of 7B
 _log: Final = logging.getLogger(__name__)
 
 
@@ -148,7 +152,8 @@ def _refuse_misfits(
     facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[str, object], *, target: Choice, folder: Path
 ) -> None:
     wanted = target.facts
-    if facts.vocab_size != wanted.vocab_size:
+    padding = _MOST_PADDING if offer.spec.stands_alone else 0
+    if not wanted.vocab_size - padding <= facts.vocab_size <= wanted.vocab_size:
         raise ConfigError(
             f"the draft model in {folder} has a vocabulary of {facts.vocab_size:,} tokens and {target.checkpoint.name} one of "
             f"{wanted.vocab_size:,}; both need the same tokenizer"
@@ -280,9 +285,11 @@ def build_draft_model(
         socket = LayerSocket(build_backend(attention, choice.attention, micro_batches=False))
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
     known = _as_target(model, target) if spec.takes_features else None
-    own = rank_setting(choice, reader, ops=setting.ops, comm=setting.comm)
+    is_shorter = choice.facts.vocab_size < target.facts.vocab_size
+    own = rank_setting(choice, reader, ops=_within_table(setting.ops) if is_shorter else setting.ops, comm=setting.comm)
+    built = build_model(choice, weights, own, pool=pool, socket=socket, target=known)
     return DraftModel(
-        build_model(choice, weights, own, pool=pool, socket=socket, target=known),
+        _Shorter(built, choice) if is_shorter else built,
         socket,
         most=target.draft_length,
         takes_features=spec.takes_features,
@@ -291,6 +298,19 @@ def build_draft_model(
         max_positions=choice.settings.max_model_len,
         knows_lengths=choice.device.type == "cpu",
     )
+
+
+class _Shorter:
+    """A model whose vocabulary the target's begins with. Implements `Model` and `MappedVocabulary`."""
+
+    def __init__(self, model: Model, choice: Choice) -> None:
+        self.forward, self.logits = model.forward, model.logits
+        self.target_ids = torch.arange(choice.facts.vocab_size, device=choice.device)
+
+
+def _within_table(ops: OpTable) -> OpTable:
+    """What is behind a table's end, of which only the target's has rows, is its last one."""
+    return dataclasses.replace(ops, embed=lambda table, ids: ops.embed(table, ids.clamp(max=len(table) - 1)))
 
 
 def _as_target(model: Model, choice: Choice) -> DraftTarget:

@@ -56,7 +56,7 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
     return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 
 
-def stage_of(facts: ModelFacts, parallel: ParallelFacts, *, family: str = "") -> StageLayers:
+def stage_of(facts: ModelFacts, parallel: ParallelFacts, *, family: str = "the model's family") -> StageLayers:
     """This rank's layers: as `layers_by_stage` says, or evenly; then the first stages have one more where they do not divide.
 
     family: for the error. Raises `Unsupported` for more stages than layers, and for a family that does not say what crosses
@@ -64,8 +64,7 @@ def stage_of(facts: ModelFacts, parallel: ParallelFacts, *, family: str = "") ->
     """
     count, stages, stage = facts.num_decoder_layers, parallel.num_stages, parallel.stage
     if stages > 1 and not facts.boundary:
-        named = f"family {family!r}" if family else "the model's family"
-        raise Unsupported(f"{named} cannot be cut into {stages} pipeline stages, its ModelFacts.boundary is empty: leave --pp out")
+        raise Unsupported(f"{family} cannot be cut into {stages} pipeline stages, its ModelFacts.boundary is empty: leave --pp out")
     if stages > max(count, 1):
         raise Unsupported(f"{stages} pipeline stages cannot share {count} decoder layers; --pp may be {count} at the most")
     sizes = parallel.layers_by_stage or [count // stages + (index < count % stages) for index in range(stages)]

@@ -251,7 +251,7 @@ def test_one_request_s_failure_is_its_own(with_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream):
     async def scenario(live):
-        response = await live.complete("x y z", n=5, seed=HELD, max_tokens=400, ignore_eos=True, stream=stream)
+        response = await live.complete(["x y z"] * 5, seed=HELD, max_tokens=400, ignore_eos=True, stream=stream)  # all are held
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_full"

@@ -48,9 +48,9 @@ class DecodeKey(NamedTuple):
 
 class Speculation(NamedTuple):
     """What steps that verify, or that a draft model follows, are captured with. hidden: [most rows, C], where the draft model takes
-    the hidden states. siblings: of combs, whose rows
-    are moved where they stand; 0: drafts that branch are verified eagerly. most_starts: the most requests that begin where the
-    device finds, see `captured_step`; where more begin is known at the launch. most_positions: of a request."""
+    the hidden states. siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly.
+    most_starts: the most requests that begin where the device finds, see `captured_step`; where more begin is known at the launch.
+    most_positions: of a request."""
 
     hidden: Tensor | None = None
     siblings: int = 0

@@ -6,7 +6,6 @@ is near, and their launches wait for nothing.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -128,26 +127,3 @@ def test_launching_a_step_of_a_hybrid_waits_for_nothing(
     monkeypatch.setattr(engine._runner, "launch", watched)
     generate(engine, [prompt[::-1] for prompt in prompts], max_tokens=8)
     assert steps == {(True, False), (True, True), (False, True)}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_experts_of_two_ranks_are_those_of_one_and_wait_for_nothing(
-    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """Nemotron-H's, divided as `--ep` divides them: each rank's sum is of the tokens' experts that it has."""
-    squared, bound = pytest.importorskip("enginery_model_mamba.squared").SquaredExperts, []
-    init = squared.__init__
-    monkeypatch.setattr(squared, "__init__", lambda made, *given, **named: (init(made, *given, **named), bound.append(made))[0])
-    oracle = write_oracle("nemotron_h_moe", RECURRENT["nemotron_h_moe"])
-    engine = Engine.build(asked(oracle, "nemotron_h_moe", "delta", dtype=dtype, graphs=False), registry)
-    whole = next(each for each in bound if each.up.is_cuda)  # others measured what it takes
-    half = whole.num_experts // 2
-    x = torch.randn(19, oracle.model.config.hidden_size, device="cuda", dtype=getattr(torch, dtype))
-    parts = [copy.copy(whole), copy.copy(whole)]
-    for part, own in zip(parts, (slice(0, half), slice(half, None)), strict=True):
-        part.own, part.up, part.down = range(whole.num_experts)[own], whole.up[own], whole.down[own]
-    with no_reads(x.device):
-        told, summed = whole(x), sum(part(x) for part in parts)
-    error = (summed - told).norm() / told.norm()
-    assert error < (1e-5 if dtype == "float32" else 2e-2), error
-    engine.close()

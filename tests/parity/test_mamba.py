@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pairwise import EVERYTHING, in_turn, spread
-from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, generate, greedy, options, rounding_error
+from parity.engine_driver import assert_cut_up, assert_greedy, assert_last_logits, greedy, options, rounding_error
 from parity.oracle import ROPES, Oracle, shape
 from safetensors.torch import load_file
 from transformers import (
@@ -158,12 +158,3 @@ def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     assert rounding_error(oracle, registry) < 0.05
-
-
-@pytest.mark.parametrize("oracle", ["nemotron_h_moe", "nemotron_h_latent"], indirect=True)
-def test_experts_that_are_not_grouped_tell_the_same(oracle: Oracle, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs in other types than bfloat16."""
-    experts = pytest.importorskip("enginery_model_mamba.squared").SquaredExperts
-    monkeypatch.setattr(experts, "_grouped", experts._each)
-    prompts = oracle.prompts[:3]
-    assert_greedy(oracle, generate(Engine.build(options(oracle), registry), prompts), prompts)

@@ -192,6 +192,8 @@ class OpTable:
     add_rms_norm(x [N, C], residual [N, C], weight, eps): adds x into residual in place, returns the norm of the sum.
     gated_rms_norm(x [T, H, D], gate [T, H, D], weight [D], eps, gating): rms_norm(x) times silu(gate) or sigmoid(gate), which is
     float32 inside; [T, H, D] of x's dtype. The gates' tokens may be any distance apart.
+    gated_group_norm(x [T, G, D], gate [T, G, D], weight [G, D], eps, gating, gate_first), of 2.6: the same with a weight of each
+    group; gate_first: the norm is of x times silu(gate) or sigmoid(gate), in float32 (Mamba2, arXiv:2405.21060).
     qk_norm_rotary(qk [T, N, D], weight [N, D] or None, eps, cos_sin [T, R]): in place; RMSNorm over each head if there is a weight,
     then rotates the first R dims, halves convention (GPT-NeoX).
     qk_norm_rotary_write(qkv [T, H + 2K, D], weight [H + K, D] or None, eps, cos_sin, keys, values [S, K, D], slots [T] int64): the
@@ -209,6 +211,7 @@ class OpTable:
     bind_router(weight [E, C]): the product with logits in float32, added up in float32, of rows of any float type.
     bind_experts(gate_up [E, 2I, C], down [E, C, I], shape, biases): gates before ups; may repack; keeps what it needs. Of `shape`
     the activation matters; sizes are those of the tensors, which may be a rank's part.
+    bind_squared_experts(up [E, I, C], down [E, C, I]), of 2.6: experts without a gate, down(relu(up x)^2), as Nemotron-H has them.
     greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.
     sample_rows(logits [N, V], draws): a token for each row, [N] int64, see `SamplingTensors`. Nothing asks for it since 2.5.
     draw_rows(logits [N, V], draws): the same by noise, of 2.5: the kept token whose logit / temperature - log(E) is largest, of
@@ -222,6 +225,7 @@ class OpTable:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormGate], torch.Tensor]
+    gated_group_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormGate, bool], torch.Tensor]
     qk_norm_rotary: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
     qk_norm_rotary_write: QKNormRotaryWriteFn
     latent_norm_rotary_write: LatentNormRotaryWriteFn
@@ -231,6 +235,7 @@ class OpTable:
     route_gated: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
     bind_router: Callable[[torch.Tensor], LinearFn]
     bind_experts: BindExpertsFn
+    bind_squared_experts: Callable[[torch.Tensor, torch.Tensor], ExpertsFn]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
     draw_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]

@@ -165,13 +165,20 @@ def _take_router(
         taken[shape[0]] = weights.take(f"{names.shared}_gate.weight", (1, shape[1]))[0]
         return context.ops.bind_linear(taken, None)
     if experts.wide_router:  # x W^T in float32
-        wide = weights.take(f"{names.router}.weight", shape, dtype=torch.float32)
-        narrow = wide.to(context.dtype)
-        if wide.is_cuda and narrow.dtype.itemsize == 2 and torch.equal(narrow.float(), wide):  # which loses nothing
-            return context.ops.bind_router(narrow)
-        linear = context.ops.bind_linear(wide, None)
-        return lambda x: linear(x.float())
+        return take_wide_router(context, weights, names.router, shape)
     return weights.linear(LinearShape(names=(names.router,), rows=shape[:1], columns=shape[1], bias=experts.router_bias))
+
+
+def take_wide_router(
+    context: ModelContext, weights: WeightSource, name: str, shape: tuple[int, int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`name`.weight [E, C] as a product in float32 of rows of any type."""
+    wide = weights.take(f"{name}.weight", shape, dtype=torch.float32)
+    narrow = wide.to(context.dtype)
+    if wide.is_cuda and narrow.dtype.itemsize == 2 and torch.equal(narrow.float(), wide):  # which loses nothing
+        return context.ops.bind_router(narrow)
+    linear = context.ops.bind_linear(wide, None)
+    return lambda x: linear(x.float())
 
 
 def layer_mlp(

@@ -139,6 +139,13 @@ def _gated_rms_norm(op: OpFn, given: Inputs, *, rows: int, heads: int, size: int
     return {"returned": op(x, wide[:, 16:].view(x.shape), given.randn(size), 1e-5, gating)}
 
 
+def _gated_group_norm(
+    op: OpFn, given: Inputs, *, rows: int, groups: int, size: int, gating: NormGate, gate_first: bool, gates: float = 1.0
+) -> Results:
+    x, wide = given.rows(rows, groups, size), given.randn(rows, groups * size + 16, scale=torch.tensor([gates]))
+    return {"returned": op(x, wide[:, 16:].view(x.shape), given.randn(groups, size), 1e-5, gating, gate_first)}
+
+
 def _qk_norm_rotary(op: OpFn, given: Inputs, *, rows: int, heads: int, dims: tuple[int, int], norm: bool) -> Results:
     merged = given.rows(rows, heads + 2, dims[0])
     op(merged[:, :heads], given.randn(heads, dims[0]) if norm else None, 1e-6, given.cos_sin(rows, dims[1]))
@@ -222,6 +229,17 @@ def _bind_experts(
     return {name: each(given.randn(rows, outer), routed) for name, each in bound.items()}
 
 
+def _bind_squared_experts(op: OpFn, given: Inputs, *, rows: int, experts: int, sizes: tuple[int, int], top_k: int) -> Results:
+    return _bind_experts(
+        lambda gate_up, down, shape, _: op(gate_up[:, : shape.inner].contiguous(), down),
+        given,
+        rows=rows,
+        experts=experts,
+        sizes=sizes,
+        top_k=top_k,
+    )
+
+
 def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int, tied: bool = False) -> Results:
     """tied: many are largest, the first is to be taken, none is above 0, every other one is masked; else a row's is its last."""
     logits = given.randn(rows, size + 8)
@@ -275,6 +293,13 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         *((2, 4, 32, "silu"), (1, 32, 128, "sigmoid"), (5, 3, 24, "silu")),
         *((33, 9, 64, "sigmoid"), (2, 2, 300, "silu"), (0, 4, 16, "silu")),
     ),
+    "gated_group_norm": _cases(
+        _gated_group_norm,
+        "rows groups size gating gate_first",
+        *((2, 4, 32, "silu", True), (1, 1, 5120, "silu", True), (5, 3, 24, "sigmoid", False)),
+        *((33, 8, 512, "silu", True), (2, 2, 300, "silu", False), (3, 1, 1000, "sigmoid", True), (0, 4, 16, "silu", True)),
+    )
+    + _cases(_gated_group_norm, "rows groups size gating gate_first gates", (5, 2, 512, "silu", True, 60.0)),
     "qk_norm_rotary": _cases(
         _qk_norm_rotary,
         "rows heads dims norm",
@@ -323,6 +348,11 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         _bind_experts,
         "rows experts sizes top_k activation",
         *((9, 4, (32, 16), 2, Activation(kind="gelu_tanh")), (9, 4, (32, 16), 2, Activation(kind="clamped_swiglu"))),
+    ),
+    "bind_squared_experts": _cases(
+        _bind_squared_experts,
+        "rows experts sizes top_k",
+        *((2, 4, (32, 16), 2), (1, 8, (64, 96), 2), (33, 8, (128, 64), 4), (70, 4, (48, 32), 1)),
     ),
     "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))
     + _cases(_greedy, "rows size tied", (3, 64, True), (2, 10001, True)),

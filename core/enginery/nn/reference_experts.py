@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -40,13 +42,29 @@ def route_gated(made: torch.Tensor, bias: torch.Tensor | None, routing: Routing)
 def bind_experts(
     gate_up: torch.Tensor | StoredWeight, down: torch.Tensor | StoredWeight, shape: ExpertsShape, biases: ExpertBiases | None = None
 ) -> ExpertsFn:
-    """Stored weights are widened when an expert is used. A weight of zero adds nothing, and takes no time.
-
-    The host reads which experts are used, so on a device the function raises `Unsupported` while a graph is captured.
-    """
+    """Stored weights are widened when an expert is used."""
 
     def weight(of: torch.Tensor | StoredWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
         return of[expert] if isinstance(of, torch.Tensor) else widen(one_expert(of, expert), dtype)
+
+    def expert_of(expert: int, x: torch.Tensor) -> torch.Tensor:
+        first, second = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+        hidden = gated(F.linear(x, weight(gate_up, expert, x.dtype), first), shape.activation)
+        return F.linear(hidden, weight(down, expert, x.dtype), second)
+
+    return _summed(expert_of)
+
+
+def bind_squared_experts(up: torch.Tensor, down: torch.Tensor) -> ExpertsFn:
+    """Without a gate: see `OpTable`."""
+    return _summed(lambda expert, x: F.linear(F.relu(F.linear(x, up[expert])).square_(), down[expert]))
+
+
+def _summed(expert_of: Callable[[int, torch.Tensor], torch.Tensor]) -> ExpertsFn:
+    """Each expert on its own tokens: `expert_of` it and their rows. A weight of zero adds nothing, and takes no time.
+
+    The host reads which experts are used, so on a device the function raises `Unsupported` while a graph is captured.
+    """
 
     def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
         if routed.ids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -58,10 +76,7 @@ def bind_experts(
             token, place = ((routed.ids == expert) & (routed.weights != 0)).nonzero(as_tuple=True)
             if not len(token):
                 continue
-            first, second = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-            hidden = gated(F.linear(x[token], weight(gate_up, expert, x.dtype), first), shape.activation)
-            answer = F.linear(hidden, weight(down, expert, x.dtype), second)
-            out.index_add_(0, token, (answer * routed.weights[token, place, None]).to(out.dtype))
+            out.index_add_(0, token, (expert_of(expert, x[token]) * routed.weights[token, place, None]).to(out.dtype))
         return out.to(x.dtype)
 
     return experts

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from enginery.contracts.ops import LEAST_TEMPERATURE, LinearFn, NormGate, OpTable, SamplingTensors
 from enginery.contracts.weights import Scheme, StoredWeight
-from enginery.nn.reference_experts import bind_experts, route, route_gated
+from enginery.nn.reference_experts import bind_experts, bind_squared_experts, route, route_gated
 from enginery.nn.stored import FLOAT4_BLOCKS, FLOAT8_BLOCKS, widen
 
 # Experts are widened one by one, when they are used, and take half the memory; products at once, when they are read.
@@ -26,6 +26,7 @@ def reference_ops() -> OpTable:
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         gated_rms_norm=gated_rms_norm,
+        gated_group_norm=gated_group_norm,
         qk_norm_rotary=qk_norm_rotary,
         qk_norm_rotary_write=qk_norm_rotary_write,
         latent_norm_rotary_write=latent_norm_rotary_write,
@@ -35,6 +36,7 @@ def reference_ops() -> OpTable:
         route_gated=route_gated,
         bind_router=bind_router,
         bind_experts=bind_experts,
+        bind_squared_experts=bind_squared_experts,
         greedy=greedy,
         sample_rows=sample_rows,
         draw_rows=draw_rows,
@@ -69,8 +71,22 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate) -> torch.Tensor:
     """The norm of each head times a function of its gate, which is not rounded before."""
-    wide = gate.float()
-    return (rms_norm(x, weight, eps) * (F.silu(wide) if gating == "silu" else wide.sigmoid())).to(x.dtype)
+    return (rms_norm(x, weight, eps) * opened(gate, gating)).to(x.dtype)
+
+
+def gated_group_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate, gate_first: bool
+) -> torch.Tensor:
+    """The same of groups; with the gate first the norm is of what is not rounded yet."""
+    if not gate_first:
+        return gated_rms_norm(x, gate, weight, eps, gating)
+    wide = x.float() * opened(gate, gating)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def opened(gate: torch.Tensor, gating: NormGate) -> torch.Tensor:
+    """What a gate multiplies by, in float32."""
+    return F.silu(gate.float()) if gating == "silu" else gate.float().sigmoid()
 
 
 def bind_router(weight: torch.Tensor) -> LinearFn:

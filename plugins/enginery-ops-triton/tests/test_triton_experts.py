@@ -17,7 +17,7 @@ from enginery.api import ExpertNames, ExpertsShape, Routed, Routing, StoredWeigh
 from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import sort_by_expert
-from enginery_ops_triton.experts import Experts, bind_experts
+from enginery_ops_triton.experts import Experts, bind_experts, bind_squared_experts
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.spec import FLOAT8_BLOCKS
 
@@ -201,6 +201,27 @@ def test_experts_equal_the_reference(
         pytest.skip("the device loads nothing by tensor descriptors")
     actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
     assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+@in_turn(("tiling", TILINGS), ("dtype", DTYPES), ("num_tokens, top_k", [(1, 4), (11, 3)]))
+def test_experts_without_a_gate_equal_the_reference(
+    num_tokens: int, top_k: int, tiling: str, dtype: torch.dtype, device: str
+) -> None:
+    blocks = TILINGS[tiling]
+    torch.manual_seed(6)
+    gate_up, down = make_weights(6, 160, 80, dtype=dtype, device=device, float8=False)
+    up = gate_up[:, :80].contiguous()
+    routed, x = make_routed(num_tokens, 6, top_k, device), torch.randn(num_tokens, 160).to(device=device, dtype=dtype)
+    bound = bind_squared_experts(up, down, dependent_launch=chained(device))
+    assert isinstance(bound, Experts)
+    if blocks is DESCRIBED_TILES and not bound.has_descriptors:
+        pytest.skip("the device loads nothing by tensor descriptors")
+    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    on_cpu = Routed(routed.ids.cpu(), routed.weights.cpu())
+    expected = reference_experts.bind_squared_experts(up.cpu().float(), down.cpu().float())(x.cpu().float(), on_cpu)
+    assert actual.dtype == x.dtype
+    assert (actual.cpu().float() - expected).norm() / expected.norm() < DTYPES[dtype]
 
 
 @on_devices

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from enginery.contracts.ops import NormGate
 from enginery.contracts.parallel import ParallelFacts
 from enginery.nn.norm import GroupedNorm
 from enginery.nn.reference_ops import reference_ops
@@ -23,21 +24,27 @@ DIM, EPS = 8, 1e-3
     [(4, 1, 1), (4, 1, 2), (4, 2, 4), (4, 4, 4), (2, 1, 4), (2, 1, 8), (4, 2, 8), (6, 3, 2), (1, 1, 4)],
     ids=lambda value: str(value),
 )
-def test_a_group_is_normed_as_one_however_many_ranks_have_its_heads(heads: int, groups: int, ranks: int) -> None:
+@pytest.mark.parametrize(("gating", "gate_first"), [("silu", True), ("sigmoid", False)], ids=str)
+def test_a_group_is_normed_as_one_however_many_ranks_have_its_heads(
+    heads: int, groups: int, ranks: int, gating: NormGate, gate_first: bool
+) -> None:
     size = heads * DIM
-    x = torch.randn((5, size), generator=torch.Generator().manual_seed(0))
-    wide = x.double().view(5, groups, -1)
-    expected = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).view(5, size)
+    x, gate, weight = torch.randn((11, size), generator=torch.Generator().manual_seed(0)).split([5, 5, 1])
+    opened = gate.double().sigmoid() * (gate.double() if gating == "silu" else 1)
+    wide = (x.double() * opened if gate_first else x.double()).view(5, groups, -1)
+    expected = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).view(5, size) * weight.double()
+    expected = expected if gate_first else expected * opened
     meeting, ops = Meeting(ranks), reference_ops()
 
     def on(rank: int) -> tuple[range, torch.Tensor]:
         place = ParallelFacts(tensor_size=ranks, tensor_rank=rank)
         comm = ThreadCollectives(place, meeting, meeting, ops, 0)
-        source = weights_of(WholeTensors({"norm.weight": torch.ones(size)}, torch.float32), ops=ops, comm=comm, parallel=place)
-        context = cast(Any, SimpleNamespace(comm=comm, device="cpu"))
+        source = weights_of(WholeTensors({"norm.weight": weight[0]}, torch.float32), ops=ops, comm=comm, parallel=place)
+        context = cast(Any, SimpleNamespace(comm=comm, device="cpu", ops=ops))
         norm = GroupedNorm(context, source, "norm", size=size, groups=groups, unit=DIM, eps=EPS)
         own = source.share(size, unit=DIM)
-        return own, norm(x[:, own.start : own.stop])
+        columns = slice(own.start, own.stop)
+        return own, norm(x[:, columns], gate[:, columns], gating, gate_first=gate_first)
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(on, range(ranks)))

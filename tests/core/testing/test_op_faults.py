@@ -20,6 +20,7 @@ EPS_AT = {
     "rms_norm": 2,
     "add_rms_norm": 3,
     "gated_rms_norm": 3,
+    "gated_group_norm": 3,
     "qk_norm_rotary": 2,
     "qk_norm_rotary_write": 2,
     "latent_norm_rotary_write": 3,
@@ -71,6 +72,14 @@ def silu_of_small_gates(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate.clamp(max=8)) * up
 
 
+def gating_last(x, gate, weight, eps, gating, gate_first) -> torch.Tensor:
+    return reference_ops.gated_group_norm(x, gate, weight, eps, gating, False)
+
+
+def one_weight(x, gate, weight, eps, gating, gate_first) -> torch.Tensor:
+    return reference_ops.gated_group_norm(x, gate, weight[:1].expand_as(weight), eps, gating, gate_first)
+
+
 def sigmoid_by_exp(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x * gate.exp() / (1 + gate.exp())
 
@@ -104,7 +113,9 @@ def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None
 @pytest.mark.parametrize(
     ("op", "function", "case", "fault"),
     [
-        *((op, without_eps(op), "rows 5, ", "wrong numbers") for op in ("add_rms_norm", "gated_rms_norm")),
+        *((op, without_eps(op), "rows 5, ", "wrong numbers") for op in ("add_rms_norm", "gated_rms_norm", "gated_group_norm")),
+        ("gated_group_norm", gating_last, "gate_first True", "wrong numbers"),
+        ("gated_group_norm", one_weight, "rows 33, ", "wrong numbers"),
         ("rms_norm", without_eps("rms_norm"), "shape 5x768, ", "wrong numbers"),
         ("rms_norm", lambda x, weight, eps: reference_ops.rms_norm(x, weight, 0), "shape 5x768, ", "NaN"),
         *((op, without_eps(op), "rows 2, ", "wrong numbers") for op in ("qk_norm_rotary", "qk_norm_rotary_write")),

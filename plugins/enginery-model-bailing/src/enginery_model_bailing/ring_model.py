@@ -91,5 +91,4 @@ class RotatedLightningAttention:
         self.qk_norm_rotary(qkv[:, : 2 * heads], self.head_norms, self.eps, cos_sin)
         out = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)  # [T, H, D]
         self.advance(qkv.view(len(x), -1), x[:, :0], self.spec, batch, out)
-        normed = self.norm(out.float().view(len(x), -1)).to(x.dtype)
-        return self.out(normed * self.norm.weight * gate.sigmoid())
+        return self.out(self.norm(out.view(gate.shape), gate, "sigmoid"))

@@ -161,14 +161,9 @@ class Mamba2Mixer:
 
     def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """The norm of y, within each group, and the gate z: [T, I]."""
-        wide, gate = y.float(), F.silu(z.float())
-        if self.shape.gate_first or self.norm is None:
-            wide = wide * gate
-        if self.norm is not None:
-            wide = (self.norm.weight * self.norm(wide).to(y.dtype)).float()
-            if not self.shape.gate_first:
-                wide = wide * gate
-        return wide.to(y.dtype)
+        if self.norm is None:
+            return (y.float() * F.silu(z.float())).to(y.dtype)
+        return self.norm(y, z, "silu", gate_first=self.shape.gate_first)
 
 
 class OneBlockLayer(DecoderLayer):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from enginery.api import Cut, LinearShape, ModelContext, Routing, WeightSource
+from enginery.nn.moe import OwnExperts, take_wide_router
 
 
 class SquaredMLP:
@@ -27,7 +28,7 @@ class SquaredMLP:
 
 
 class SquaredExperts:
-    """Each token's few of many such MLPs, weighted and summed, by grouped products. The host waits for no number."""
+    """Each token's few of many such MLPs, weighted and summed."""
 
     def __init__(
         self,
@@ -41,18 +42,19 @@ class SquaredExperts:
     ) -> None:
         """latent: L, where experts are given a projection of x; None: x itself."""
         hidden, weights = context.facts.hidden_size, weights.over_lanes()
-        width = latent or hidden
-        self.router = weights.take("gate.weight", (count, hidden), dtype=torch.float32)
+        width, own = latent or hidden, weights.own_experts(count)
+        self.router = take_wide_router(context, weights, "gate", (count, hidden))
         self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
-        self.num_experts, self.own = count, (own := weights.own_experts(count))
         rows, columns = (Cut.ROWS, Cut.COLUMNS) if len(own) == count else (Cut.NONE, Cut.NONE)
         held = len(weights.share(inner)) if len(own) == count else inner  # of an expert's inner size
-        self.up = torch.empty(len(own), held, width, dtype=context.dtype, device=context.device)  # [E, I, L]
-        self.down = torch.empty(len(own), width, held, dtype=context.dtype, device=context.device)
-        for index, up, down in zip(own, self.up, self.down, strict=True):
+        up = torch.empty(len(own), held, width, dtype=context.dtype, device=context.device)  # [E, I, L]
+        down = torch.empty(len(own), width, held, dtype=context.dtype, device=context.device)
+        for index, of_up, of_down in zip(own, up, down, strict=True):
             expert = weights.scope(f"experts.{index}")
-            up[:] = expert.take("up_proj.weight", (inner, width), cut=rows)
-            down[:] = expert.take("down_proj.weight", (width, inner), cut=columns)
+            of_up[:] = expert.take("up_proj.weight", (inner, width), cut=rows)
+            of_down[:] = expert.take("down_proj.weight", (width, inner), cut=columns)
+        bound = context.ops.bind_squared_experts(up, down)
+        self.experts = bound if len(own) == count else OwnExperts(bound, own)
         self.before, self.behind = (
             weights.linear(LinearShape(names=(name,), rows=(rows,), columns=columns)) if latent else None
             for name, rows, columns in (("fc1_latent_proj", width, hidden), ("fc2_latent_proj", hidden, width))
@@ -61,28 +63,5 @@ class SquaredExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
-        routed = self.route(F.linear(x.float(), self.router), self.bias, self.routing)
-        given = x if self.before is None else self.before(x)  # [T, L]
-        ids = (routed.ids.long() - self.own.start) % self.num_experts  # [T, K]: this rank's are the first
-        out = (self._each if given.is_cuda and given.dtype != torch.bfloat16 else self._grouped)(given, ids, routed.weights)
-        return out.to(x.dtype) if self.behind is None else self.behind(out.to(x.dtype))
-
-    def _grouped(self, given: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, L], [T, K], [T, K] -> [T, L] float32."""
-        order = ids.flatten().argsort(stable=True)
-        ends = F.one_hot(ids.flatten(), self.num_experts).sum(0).cumsum(0)[: len(self.own)].to(torch.int32)
-        tokens = order // self.routing.top_k
-        hidden = F.grouped_mm(given[tokens], self.up.transpose(1, 2), offs=ends)
-        made = F.grouped_mm(F.relu(hidden).square_(), self.down.transpose(1, 2), offs=ends)
-        made = made.float() * weights.flatten()[order, None]
-        if len(self.own) < self.num_experts:  # behind this rank's pairs nothing was written
-            made = made.where(torch.arange(len(order), device=order.device)[:, None] < ends[-1], 0)
-        return torch.zeros_like(given, dtype=torch.float32).index_add_(0, tokens, made)
-
-    def _each(self, given: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same by every expert for every token: on a GPU `grouped_mm` reads its offsets on the host, but of bfloat16."""
-        out = torch.zeros_like(given, dtype=torch.float32)
-        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            weight = torch.where(ids == expert, weights, 0).sum(1, keepdim=True)
-            out += weight * F.linear(F.relu(F.linear(given, up)).square_(), down)
-        return out
+        out = self.experts(x if self.before is None else self.before(x), self.route(self.router(x), self.bias, self.routing))
+        return out if self.behind is None else self.behind(out)

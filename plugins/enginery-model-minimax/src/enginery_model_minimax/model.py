@@ -129,7 +129,7 @@ class LightningAttention:
         own = weights.share(heads)
         decays = torch.tensor(log_decay[own.start : own.stop], dtype=torch.float32, device=context.device)
         self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts
-        self.rms_norm, self.advance = context.ops.rms_norm, context.advance
+        self.advance = context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
@@ -137,12 +137,7 @@ class LightningAttention:
         mixed, gate = torch.split(self.projected(x), [facts.mixed_width, facts.value_heads * facts.value_dim], dim=-1)
         out = torch.empty((len(x), facts.value_heads, facts.value_dim), dtype=x.dtype, device=x.device)  # [T, H, D]
         self.advance(F.silu(mixed), x[:, :0], self.spec, batch, out)
-        wide = out.view(len(x), -1)
-        if self.norm.is_cut:
-            normed = self.norm(wide.float()).to(x.dtype) * self.norm.weight
-        else:  # one kernel
-            normed = self.rms_norm(wide, self.norm.weight, LIGHTNING_NORM_EPS)
-        return self.out(normed * gate.sigmoid())
+        return self.out(self.norm(out.view(gate.shape), gate, "sigmoid"))
 
 
 class ScaledLayer(DecoderLayer):

@@ -43,6 +43,13 @@ def bind_experts(
     return Experts(gate_up, down, activation=activation, biases=biases, joined=joined, dependent_launch=dependent_launch)
 
 
+def bind_squared_experts(up: torch.Tensor, down: torch.Tensor, *, dependent_launch: bool) -> ExpertsFn:
+    """up: [E, I, C], down: [E, C, I]. The same kernels without a gate."""
+    if not (up.dtype == down.dtype and _takes(up) and _takes(down)):
+        return reference_experts.bind_squared_experts(up, down)
+    return Experts(up, down, activation=None, dependent_launch=dependent_launch)
+
+
 def is_float4(weight: torch.Tensor | StoredWeight) -> TypeGuard[StoredWeight]:
     """Whether it is stored in MXFP4."""
     return isinstance(weight, StoredWeight) and weight.scheme == FLOAT4_BLOCKS
@@ -71,18 +78,23 @@ class Experts:
         gate_up: torch.Tensor | StoredWeight,
         down: torch.Tensor | StoredWeight,
         *,
-        activation: Activation = SILU,
+        activation: Activation | None = SILU,
         biases: ExpertBiases | None = None,
         joined: int = 0,
         dependent_launch: bool,
     ) -> None:
-        """joined: how many of the last experts every token is expected to have, in order, behind its own."""
+        """activation: None without a gate, where `gate_up` is [E, I, C].
+
+        joined: how many of the last experts every token is expected to have, in order, behind its own.
+        """
         self.joined = joined
         self.gate_up, self.down = _values(gate_up).contiguous(), _values(down).contiguous()
         self.scaled = isinstance(gate_up, StoredWeight)
         self.gate_up_scale = gate_up.scales.contiguous() if isinstance(gate_up, StoredWeight) else self.gate_up
         self.down_scale = down.scales.contiguous() if isinstance(down, StoredWeight) else self.down
-        self.activation, self.biased, self.dependent_launch = activation, biases is not None, dependent_launch
+        self.kind = "squared" if activation is None else activation.kind
+        self.alpha, self.limit = (0.0, 0.0) if activation is None else (activation.alpha, activation.limit)
+        self.biased, self.dependent_launch = biases is not None, dependent_launch
         self.gate_up_bias = self.gate_up if biases is None else biases.gate_up.contiguous()
         self.down_bias = self.down if biases is None else biases.down.contiguous()
         self.num_experts, self.columns, self.inner = self.down.shape
@@ -130,9 +142,9 @@ class Experts:
             AHEAD=blocks.gate_up.ahead,
             SCALED=self.scaled,
             BIASED=self.biased,
-            KIND=self.activation.kind,
-            ALPHA=self.activation.alpha,
-            LIMIT=self.activation.limit,
+            KIND=self.kind,
+            ALPHA=self.alpha,
+            LIMIT=self.limit,
             CHAINED=self.dependent_launch,
             num_warps=blocks.gate_up.num_warps,
             launch_pdl=self.dependent_launch,
@@ -191,9 +203,9 @@ class Experts:
             STAGES=block.stages,
             SCALED=self.scaled,
             BIASED=self.biased,
-            KIND=self.activation.kind,
-            ALPHA=self.activation.alpha,
-            LIMIT=self.activation.limit,
+            KIND=self.kind,
+            ALPHA=self.alpha,
+            LIMIT=self.limit,
             DESCRIBED=blocks.described,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,

@@ -9,7 +9,7 @@ import torch
 
 from enginery.api import ExpertBiases, ExpertsFn, ExpertsShape, LinearFn, NormGate, Routed, Routing, SamplingTensors, StoredWeight
 from enginery.nn import reference_ops
-from enginery_ops_triton.experts import bind_experts
+from enginery_ops_triton.experts import bind_experts, bind_squared_experts
 from enginery_ops_triton.kernels import activation, embedding, latents, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.routing import route, route_gated
@@ -27,6 +27,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., C] -> [N, C] with adjacent columns; a view where there can be one."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _are_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel reads them: [T, H, D], without gaps in a token, of one type."""
+    beside = all(given.stride()[1:] == (x.shape[-1], 1) for given in (x, gate))
+    return beside and x.dtype == weight.dtype == gate.dtype
 
 
 def rotated_together(num_tokens: int, num_heads: int, dim: int) -> int:
@@ -109,10 +115,29 @@ class TritonOps:
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate
     ) -> torch.Tensor:
         """The heads of a token stand side by side."""
-        num_tokens, num_heads, dim = x.shape
-        apart = any(given.stride()[1:] != (dim, 1) for given in (x, gate))
-        if apart or not (x.dtype == weight.dtype == gate.dtype):
+        if not _are_gated(x, gate, weight):
             return reference_ops.gated_rms_norm(x, gate, weight, eps, gating)
+        return self._gated_norm(x, gate, weight, eps, gating)
+
+    def gated_group_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate, gate_first: bool
+    ) -> torch.Tensor:
+        """The groups of a token stand side by side."""
+        if not _are_gated(x, gate, weight):
+            return reference_ops.gated_group_norm(x, gate, weight, eps, gating, gate_first)
+        return self._gated_norm(x, gate, weight, eps, gating, gate_first=gate_first)
+
+    def _gated_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        gating: NormGate,
+        *,
+        gate_first: bool = False,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, dim = x.shape
         out = torch.empty((num_tokens, num_heads, dim), dtype=x.dtype, device=x.device)
         block_dim = next_power_of_2(dim)
         per_program = min(next_power_of_2(num_heads), max(1, NORM_BLOCK // block_dim))
@@ -129,9 +154,11 @@ class TritonOps:
                 DIM=dim,
                 BLOCK_HEADS=per_program,
                 BLOCK_DIM=block_dim,
+                BY_HEAD=weight.dim() == 2,
                 SIGMOID=gating == "sigmoid",
+                GATE_FIRST=gate_first,
                 CHAINED=self.dependent_launch,
-                num_warps=4,
+                num_warps=min(max(per_program * block_dim // 512, 4), 16),
                 launch_pdl=self.dependent_launch,
             )
         return out
@@ -320,6 +347,10 @@ class TritonOps:
     ) -> ExpertsFn:
         """A few tokens read the weights of each one's experts; more are sorted by expert and share them."""
         return bind_experts(gate_up, down, shape, biases, dependent_launch=self.dependent_launch)
+
+    def bind_squared_experts(self, up: torch.Tensor, down: torch.Tensor) -> ExpertsFn:
+        """The same kernels."""
+        return bind_squared_experts(up, down, dependent_launch=self.dependent_launch)
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Several programs a row."""

@@ -44,6 +44,7 @@ PROVIDES = (
     "rms_norm",
     "add_rms_norm",
     "gated_rms_norm",
+    "gated_group_norm",
     "qk_norm_rotary",
     "qk_norm_rotary_write",
     "latent_norm_rotary_write",
@@ -53,6 +54,7 @@ PROVIDES = (
     "route_gated",
     "bind_router",
     "bind_experts",
+    "bind_squared_experts",
     "greedy",
     "draw_rows",
 )
@@ -77,7 +79,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 5),
+    api=(2, 6),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

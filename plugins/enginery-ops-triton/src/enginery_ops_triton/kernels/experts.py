@@ -5,9 +5,10 @@ weights of each pair's expert. For more, sorting.py orders the pairs by expert a
 `_of_tiles` kernels read an expert's weights once for a tile, and `weighted_sum` adds up. Nothing depends on the order in which
 programs run.
 
-Weights are [E, 2 INNER, COLUMNS] and [E, COLUMNS, INNER], contiguous. Float8 weights have a scale for each 128 x 128 (SCALED), and
-are widened to the type of x, which stays as it is. Biases, if there are any (BIASED), are [E, 2 INNER] and [E, COLUMNS]. Weights
-stand on the left of a product, so that a few pairs waste little of the matrix units.
+Weights are [E, 2 INNER, COLUMNS], or without a gate (KIND "squared") [E, INNER, COLUMNS], and [E, COLUMNS, INNER], contiguous.
+Float8 weights have a scale for each 128 x 128 (SCALED), and are widened to the type of x, which stays as it is. Biases, if there
+are any (BIASED), are [E, 2 INNER] and [E, COLUMNS]. Weights stand on the left of a product, so that a few pairs waste little of
+the matrix units.
 """
 
 from __future__ import annotations
@@ -70,11 +71,13 @@ def gate_up_of_pairs(
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     size: tl.constexpr = INNER * COLUMNS
+    parts: tl.constexpr = 1 if KIND == "squared" else 2
     at = weight + tl.minimum(n, INNER - 1).to(tl.int64)[:, None] * COLUMNS + k[None, :]
     gates = ()  # type: tuple[tl.tensor, ...]
     ups = ()  # type: tuple[tl.tensor, ...]
     expected = -1
     if JOINED > 0:
+        tl.static_assert(parts == 2)
         expected = tl.where(place >= TOP_K - JOINED, NUM_EXPERTS - TOP_K + place, -1)
         row = at + expected.to(tl.int64) * (2 * size)
         for block in tl.static_range(AHEAD):
@@ -83,7 +86,7 @@ def gate_up_of_pairs(
     wait_for_predecessor(CHAINED)
     release_successor(CHAINED)
     expert = tl.load(ids + pair).to(tl.int64)
-    row = at + expert * (2 * size)
+    row = at + expert * (parts * size)
     x_at = x + tl.program_id(0).to(tl.int64) * x_stride + k
     scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
     scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
@@ -99,7 +102,8 @@ def gate_up_of_pairs(
                 up_blocks += (row_block(row + size + start, COLUMNS - start, expert != expected, up_block, BLOCK_K),)
             else:
                 gate_blocks += (row_block(row + start, COLUMNS - start, expert >= 0, 0.0, BLOCK_K),)
-                up_blocks += (row_block(row + size + start, COLUMNS - start, expert >= 0, 0.0, BLOCK_K),)
+                if parts == 2:
+                    up_blocks += (row_block(row + size + start, COLUMNS - start, expert >= 0, 0.0, BLOCK_K),)
         for start in tl.static_range(begin, begin + AHEAD * BLOCK_K, BLOCK_K):
             left = start + k < COLUMNS
             x_gate = tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)
@@ -109,7 +113,8 @@ def gate_up_of_pairs(
                 x_gate *= tl.load(scale_at + first // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
                 x_up *= tl.load(scale_at + (INNER + first) // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
             gate += gate_blocks[(start - begin) // BLOCK_K].to(tl.float32) * x_gate[None, :]
-            up += up_blocks[(start - begin) // BLOCK_K].to(tl.float32) * x_up[None, :]
+            if parts == 2:
+                up += up_blocks[(start - begin) // BLOCK_K].to(tl.float32) * x_up[None, :]
     bias_at = bias + expert * (2 * INNER) + n
     gate_sum = biased(tl.sum(gate, axis=1), bias_at, n < INNER, BIASED)
     up_sum = biased(tl.sum(up, axis=1), bias_at + INNER, n < INNER, BIASED)
@@ -266,6 +271,7 @@ def gate_up_of_tiles(
     tile, block_n = tile_and_block((INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    parts: tl.constexpr = 1 if KIND == "squared" else 2
     wait_for_predecessor(CHAINED)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert >= 0:
@@ -273,9 +279,9 @@ def gate_up_of_tiles(
         end = tl.load(tiles + tile * 3 + 2)
         token = tl.load(order + tl.minimum(m, end - 1)) // TOP_K
         row = tl.minimum(n, INNER - 1)
-        gate_row = expert * (2 * INNER) + block_n * BLOCK_N
+        gate_row = expert * (parts * INNER) + block_n * BLOCK_N
         if not DESCRIBED:
-            gate_at = weight + (expert * (2 * INNER) + row)[:, None] * COLUMNS + k[None, :]
+            gate_at = weight + (expert * (parts * INNER) + row)[:, None] * COLUMNS + k[None, :]
         x_at = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
         scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
         scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
@@ -288,13 +294,16 @@ def gate_up_of_tiles(
             x_part = loaded(x_at + start, left[:, None], COLUMNS % BLOCK_K == 0)
             if DESCRIBED:
                 gate_block = weight.load([gate_row.to(tl.int32), start])
-                up_block = weight.load([gate_row.to(tl.int32) + INNER, start])
             else:
                 gate_block = loaded(gate_at + start, left[None, :], COLUMNS % BLOCK_K == 0)
-                up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
             of_columns = start // SCALE_BLOCK
             gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
-            up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
+            if parts == 2:
+                if DESCRIBED:
+                    up_block = weight.load([gate_row.to(tl.int32) + INNER, start])
+                else:
+                    up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
+                up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
         bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
         gate = biased(gate, bias_at, inside, BIASED)
         up = biased(up, bias_at + INNER, inside, BIASED)

@@ -12,8 +12,11 @@ ROOT_2_BY_PI = tl.constexpr(0.7978845608028654)
 
 @kernel
 def gated(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    """As `enginery.api.Activation` has it, float32. What is not a number stays none."""
-    if KIND == "clamped_swiglu":
+    """As `enginery.api.Activation` has it, float32; "squared": relu(gate)^2, there is no up. What is not a number stays none."""
+    if KIND == "squared":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+        up = gate
+    elif KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0

@@ -53,23 +53,36 @@ def gated_rms_norm(
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     SIGMOID: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x, gate: [T, HEADS, DIM] with the strides of their tokens; out: the same, contiguous. Programs: tokens, blocks of heads."""
+    """x, gate: [T, HEADS, DIM] with the strides of their tokens; out: the same, contiguous. Programs: tokens, blocks of heads.
+
+    weight: [DIM], or BY_HEAD [HEADS, DIM].
+    """
     release_successor(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_DIM)
     inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
     place = head[:, None] * DIM + dim[None, :]
-    scale = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    if BY_HEAD:
+        scale = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    else:
+        scale = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
     wait_for_predecessor(CHAINED)
     values = tl.load(x + token * x_stride + place, mask=inside, other=0.0)
     given = tl.load(gate + token * gate_stride + place, mask=inside, other=0.0).to(tl.float32)
-    wide = values.to(tl.float32)
-    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None], values.dtype)
-    scaled = round_to(normed.to(tl.float32) * scale[None, :], out.dtype.element_ty).to(tl.float32)
     opened = 1.0 / (1.0 + tl.exp(-given))
-    result = scaled * (opened if SIGMOID else given * opened)
+    if not SIGMOID:
+        opened = given * opened
+    wide = values.to(tl.float32)
+    if GATE_FIRST:
+        wide = wide * opened
+    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None], values.dtype)
+    result = normed.to(tl.float32) * scale
+    if not GATE_FIRST:
+        result = round_to(result, out.dtype.element_ty).to(tl.float32) * opened
     tl.store(out + token * (HEADS * DIM) + place, round_to(result, out.dtype.element_ty), mask=inside)

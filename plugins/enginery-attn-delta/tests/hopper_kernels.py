@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import compile_only
 import torch
 
 from enginery_attn_delta.kernels import recurrence
-from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, linear_chunks, recur, scan
 
 HEADS = Heads(num_keys=1, num_values=2, key_dim=128, value_dim=128, q_at=0, k_at=128, v_at=256)
 RULES = (
@@ -35,7 +36,9 @@ def main() -> None:
     weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
     for tile_rows in (1, CHUNK_ROWS):
         tiles = torch.zeros(1, 2, dtype=torch.int32)
-        rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows, chained=True)
+        rows = Rows(
+            first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows, longest=1, chained=True
+        )
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
         for gating, width in zip(RULES, WIDTHS if tile_rows == 1 else (0, 0, 0, 0), strict=True):
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
@@ -48,6 +51,10 @@ def main() -> None:
                     given["conv"] = Conv(taps=taps, bias=bias, states=inputs, activates=width != 3, arrived=part)
                 recur(x, gates, states=states, rows=dataclasses.replace(rows, reads=part), **given)
                 assert variants_of(recurrence.recur) == variants, "one for a plan's part and counters of any alignment"
+        for gating, (dim, value_dim) in itertools.product(RULES[2:], ((128, 64), (64, 64), (256, 128))):
+            heads = Heads(num_keys=1, num_values=2, key_dim=dim, value_dim=value_dim, q_at=0, k_at=dim, v_at=2 * dim)
+            states, out = torch.zeros(1, 2, value_dim, dim), torch.zeros(1, 2, value_dim, dtype=torch.bfloat16)
+            linear_chunks(x, gates, states=states, rows=rows, heads=heads, gating=gating, scale=1.0, out=out)
         states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)
         scan(x, gates, a_log=a_log, skip=skip, states=states, rows=rows, scale=1.0, out=torch.empty_like(x))
 

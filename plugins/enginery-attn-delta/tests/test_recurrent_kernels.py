@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import compile_only
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from pairwise import crossed, in_turn
 
 from enginery_attn_delta.kernels.launch import INTERPRETED
-from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, can_chain, convolve, recur, scan
+from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, can_chain, convolve, linear_chunks, recur, scan
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,6 +33,7 @@ def make_rows(lengths: list[int], reads: list[int], writes: list[int], device: s
         writes=torch.tensor(writes, dtype=torch.int32, device=device),
         tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
         tile_rows=tile_rows,
+        longest=max(lengths),
         chained=can_chain(torch.device(device)),
     )
 
@@ -119,8 +122,42 @@ def expected_of(
 @on_devices
 @in_turn(("rule", RULES), ("lengths, places", crossed(LENGTHS, PLACES)))
 def test_recurrences(rule: str, lengths: list[int], places: str, device: str) -> None:
+    check_recurrence(rule, lengths, places, device, recur, tolerance=2e-5)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("rule", "dims"), [("constant", (24, 40)), ("mamba2", (128, 64)), ("mamba2", (8, 4)), ("constant", (160, 80))], ids=str
+)
+def test_linear_attention_in_chunks(rule: str, dims: tuple[int, int], device: str) -> None:
+    """Two requests amid a chunk, one of whole chunks, one of a token; states in place and apart, from zeros and to nowhere."""
+    lengths, exact = [70, 64, 1, 9], {"tolerance": 1e-4, "dims": dims}
+    for places in PLACES:
+        check_recurrence(rule, lengths, places, device, linear_chunks, **exact)
+    check_recurrence(rule, lengths, "apart", device, linear_chunks, tolerance=2e-2, dims=dims, dtype=torch.bfloat16)
+
+
+@on_devices
+def test_decays_of_a_chunk_may_be_as_large_as_float32_has_them(device: str) -> None:
+    """A chunk's tokens are 64 steps of up to e^-70 each apart: nothing overflows where a key comes behind its query."""
+    check_recurrence("mamba2", [100], "apart", device, linear_chunks, tolerance=1e-3, shift=9.0)
+
+
+def check_recurrence(
+    rule: str,
+    lengths: list[int],
+    places: str,
+    device: str,
+    run: Callable[..., None],
+    *,
+    tolerance: float,
+    dims: tuple[int, int] = (24, 40),
+    dtype: torch.dtype = torch.float32,
+    shift: float = -2.0,
+) -> None:
+    """Outputs and states against float64. dims: of a key and of a value; shift: of what decays are made of."""
     reads, writes = (pages[: len(lengths)] for pages in PLACES[places])
-    asked, num_values, key_dim, value_dim = RULES[rule], 2, 24, 40
+    asked, num_values, (key_dim, value_dim) = RULES[rule], 2, dims
     num_keys = num_values if asked.decay == "channel" else 1
     keys = num_keys * key_dim
     heads = Heads(
@@ -131,15 +168,15 @@ def test_recurrences(rule: str, lengths: list[int], places: str, device: str) ->
         decay=asked.decay,
         delta=asked.delta,
         a_log=torch.rand(num_values).mul(8).add(1).log(),
-        dt_bias=torch.randn(per_key) - 2,
+        dt_bias=torch.randn(per_key) + shift,
         log_decay=-torch.rand(num_values),
         skip=None if asked.skip is None else torch.randn(num_values),
         floor=asked.floor,
         steps=asked.steps,
-        step_limits=asked.step_limits,
+        step_limits=asked.step_limits if shift < 0 else (0.0, math.inf),
     )
     num_gates = num_values * (key_dim + 1 if asked.decay == "channel" else 2)
-    x, gates = torch.randn(sum(lengths), 3 + 2 * keys + num_values * value_dim), torch.randn(sum(lengths), num_gates)
+    x, gates = torch.randn(sum(lengths), 3 + 2 * keys + num_values * value_dim).to(dtype), torch.randn(sum(lengths), num_gates)
     states = torch.randn(70, num_values, value_dim, key_dim)
     kept, expected = states.double(), torch.empty(sum(lengths), num_values, value_dim, dtype=torch.float64)
     for rows, read, write in zip(each(lengths), reads, writes, strict=True):
@@ -148,7 +185,7 @@ def test_recurrences(rule: str, lengths: list[int], places: str, device: str) ->
         )
     held, out = states.to(device), torch.empty(expected.shape, device=device)
     moved = Gating(**{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in vars(gating).items()})
-    recur(
+    run(
         x.to(device),
         gates.to(device),
         states=held,
@@ -158,8 +195,9 @@ def test_recurrences(rule: str, lengths: list[int], places: str, device: str) ->
         scale=key_dim**-0.5,
         out=out,
     )
-    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)
+    for made, right in ((out, expected), (held, kept)):
+        size = right.abs().max().item() if dtype is torch.bfloat16 else 1.0
+        torch.testing.assert_close(made.cpu().double(), right, atol=tolerance * size, rtol=tolerance / 2)
 
 
 @on_devices

@@ -28,13 +28,12 @@ def by_token(*arguments: Any) -> Any:
 
 
 def _by_token(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, given: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, given: dict[str, Any]
 ) -> Any:
     """What the kernels compute, in float32, with their arguments. decay: [1, S, H] or [1, S, H, K]."""
     group = v.shape[2] // q.shape[2]
     q, k, v = (part[0].float() for part in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
-    if beta is not None:
-        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
     out, after = torch.empty_like(v), given["initial_state"].clone()
     bounds = given["cu_seqlens_cpu"].tolist()
     assert bounds == given["cu_seqlens"].tolist()
@@ -46,7 +45,7 @@ def _by_token(
         state = after[request]
         for row in range(first, last):
             state *= decay[0, row].exp()[:, None, None] if decay.dim() == 3 else decay[0, row].exp()[:, None]
-            new = v[row] if beta is None else beta[0, row, :, None] * (v[row] - torch.einsum("hvk,hk->hv", state, k[row]))
+            new = beta[0, row, :, None] * (v[row] - torch.einsum("hvk,hk->hv", state, k[row]))
             state += new[..., None] * k[row, :, None]
             out[row] = given["scale"] * torch.einsum("hvk,hk->hv", state, q[row])
     return out[None], after
@@ -56,15 +55,11 @@ def delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, be
     return by_token(q, k, v, g, beta, given)
 
 
-def simple_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Any = None, g_gamma: Any = None, **given: Any) -> Any:
-    return by_token(q, k, v, g_gamma.expand(1, q.shape[1], -1) if g is None else g, None, given)
-
-
 def stand_in(context: BackendContext) -> Any:
     from enginery_attn_fla.backend import ChunkedAttention
     from enginery_attn_fla.kernels import Kernels
 
-    return ChunkedAttention(context, Kernels(delta, delta, simple_gla))
+    return ChunkedAttention(context, Kernels(delta, delta))
 
 
 def stand_in_spec() -> Any:

@@ -36,9 +36,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, beside_tests: None) -> None:
 
 
 def is_shown_by_delta(check: Check) -> bool:
-    """Scans and convolutions are the kernels of enginery-attn-delta, in prefills too: of those the numbers of one dtype will do."""
+    """All but delta rules are the kernels of enginery-attn-delta, in prefills too: of those the numbers of one dtype will do."""
     rule = None if check.case is None else check.case.facts.recurrent
-    if rule is None or rule.rule not in ("scan", "conv"):
+    if rule is None or rule.rule == "delta":
         return False
     return check.rule.name not in ("numbers", "chunked-equals-whole") or check.case.dtype != "float32"
 

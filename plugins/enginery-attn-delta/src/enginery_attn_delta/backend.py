@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +24,11 @@ from enginery.api import (
     covering_plan,
     hookimpl,
 )
-from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, convolve, linear_chunks, recur, scan
 from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
 
 CONVOLVED_WITHIN: Final = 8  # requests: each of a key head's programs convolves its query and key anew
+BY_TOKEN: Final = 8  # tokens: linear attention of no more of each request, and of float32, takes one after the other
 
 
 class Kept(NamedTuple):
@@ -114,8 +115,10 @@ class DeltaAttention:
     ) -> None:
         """mixed: [T, C], gates: [T, G], out: [T, HV, V]. See `enginery.api.Advances`."""
         planned = covering_plan(plan, batch, DeltaPlan, backend=self.backend_id)
-        for rows in planned.groups:
+        for rows in planned.leading:
             self.advance_rows(mixed, gates, layer, rows, out)
+        for rows in planned.prompts:
+            self.advance_rows(mixed, gates, layer, rows, out, are_prompts=True)
         self.keep(mixed, gates, layer, batch, planned)
 
     def keep(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: DeltaPlan) -> None:
@@ -129,8 +132,19 @@ class DeltaAttention:
         kept = self.graphs.kept(layer, mixed, gates) if plan.key.capture else Kept(layer, mixed.clone(), gates.clone())
         self._unsettled.setdefault(plan, {})[layer.local_id] = kept
 
-    def advance_rows(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: Rows, out: torch.Tensor) -> None:
-        """Some requests' rows, token after token: of a few with one token each, the recurrence convolves what it reads itself."""
+    def advance_rows(
+        self,
+        mixed: torch.Tensor,
+        gates: torch.Tensor,
+        layer: LayerSpec,
+        rows: Rows,
+        out: torch.Tensor,
+        *,
+        are_prompts: bool = False,
+    ) -> None:
+        """Some requests' rows: of a few with one token each, the recurrence convolves what it reads itself; linear attention takes
+        longer prompts in chunks.
+        """
         (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
         columns = weights.conv if facts.rule in ("linear", "delta") and facts.conv_kernel > 1 else None
         if (arrived := rows.arrived) is not None and columns is not None:
@@ -146,8 +160,9 @@ class DeltaAttention:
             )
             recur_rows(mixed, gates, layer, states, rows, out, conv=conv)
             return
-        convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
-        recur_rows(convolved, gates, layer, states, rows, out)
+        in_chunks = are_prompts and facts.rule == "linear" and rows.longest > BY_TOKEN and mixed.element_size() == 2
+        convolved = convolve_rows(mixed, layer, states, rows, out, dtype=mixed.dtype if in_chunks else torch.float32)
+        recur_rows(convolved, gates, layer, states, rows, out, in_chunks=in_chunks)
 
     @hookimpl
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
@@ -210,8 +225,12 @@ def recur_rows(
     out: torch.Tensor,
     *,
     conv: Conv | None = None,
+    in_chunks: bool = False,
 ) -> None:
-    """The recurrence over some requests' rows, token after token. mixed: [T, C], after the convolution, or before `conv`."""
+    """The recurrence over some requests' rows, token after token, or `in_chunks`, which a linear rule can.
+
+    mixed: [T, C], after the convolution, or before `conv`.
+    """
     facts, weights = facts_of(layer)
     if facts.rule == "conv":
         return
@@ -241,8 +260,18 @@ def recur_rows(
         steps=facts.ssm,
         step_limits=facts.step_limits,
     )
-    heads = heads_of(facts)
-    recur(mixed, gates, states=matrix, rows=rows, heads=heads, gating=gating, scale=layer.scale, out=out, conv=conv)
+    given: dict[str, Any] = {
+        "states": matrix,
+        "rows": rows,
+        "heads": heads_of(facts),
+        "gating": gating,
+        "scale": layer.scale,
+        "out": out,
+    }
+    if in_chunks:
+        linear_chunks(mixed, gates, **given)
+    else:
+        recur(mixed, gates, **given, conv=conv)
 
 
 def heads_of(facts: RecurrentFacts) -> Heads:

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import torch
 
-from enginery_attn_delta.kernels import conv, recurrence
+from enginery_attn_delta.kernels import chunks, conv, recurrence
 from enginery_attn_delta.kernels.launch import next_power_of_2
 
 CHUNK_ROWS: Final = 32  # of a tile of the convolution
@@ -16,6 +16,8 @@ _CHANNELS: Final = 256
 _VALUES: Final = 32  # of a head in one program of a prompt: [32, 128] float32 are 32 registers of 4 warps
 _VALUES_OF_ONE_TOKEN: Final = 8  # with one warp; in docs/benchmarks/kernels-recurrent.json, 14 % faster than the above
 _SCANNED: Final = 64
+_CHUNK: Final = 32  # tokens of linear attention at once, and the most values of a head in one program
+
 
 Decay = Literal["head", "channel", "constant"]
 
@@ -30,7 +32,8 @@ class Rows:
     """Where the rows and states of B requests are, on the device.
 
     first_rows, stop_rows: [B] int32; reads, writes: [B] int32, pages, -1 to begin from zeros and to leave no state; tiles: [N, 2]
-    int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
+    int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS;
+    longest: the most tokens of a request.
     chained: kernels start while the one before them still runs (compute capability 9.0). arrived: [layers, N] int32,
     N >= B times a layer's key heads, for recurrences that convolve what they read, see `Conv`; None: a kernel before them does.
     """
@@ -41,6 +44,7 @@ class Rows:
     writes: torch.Tensor
     tiles: torch.Tensor
     tile_rows: int
+    longest: int
     chained: bool = False
     arrived: torch.Tensor | None = None
 
@@ -190,6 +194,62 @@ def recur(
         CHAINED=rows.chained,
         launch_pdl=rows.chained,
         num_warps=1 if one_each else 4,
+    )
+
+
+def linear_chunks(
+    x: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    states: torch.Tensor,
+    rows: Rows,
+    heads: Heads,
+    gating: Gating,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Linear attention in chunks. What it is given is as `recur` has it; x: [T, C] of the type in which products are taken.
+
+    Blocks have 32 rows, for which Triton takes mma.sync: of 64 it takes wgmma, several of which in one kernel ptxas of CUDA 12.8
+    and 13.0 compiles to reads beyond the shared memory (triton-lang/triton#11366, fla-org/flash-linear-attention#1262).
+    """
+    block_k = max(16, next_power_of_2(heads.key_dim))
+    block_v = max(16, min(next_power_of_2(heads.value_dim), _CHUNK))
+    chunks.linear_chunks[(rows.reads.shape[0], heads.num_values, -(-heads.value_dim // block_v))](
+        x,
+        gates,
+        states,
+        rows.reads,
+        rows.writes,
+        rows.first_rows,
+        rows.stop_rows,
+        x if gating.a_log is None else gating.a_log,
+        x if gating.dt_bias is None else gating.dt_bias,
+        x if gating.log_decay is None else gating.log_decay,
+        x if gating.skip is None else gating.skip,
+        out,
+        x.stride(0),
+        gates.stride(0),
+        scale,
+        *gating.step_limits,
+        heads.q_at,
+        heads.k_at,
+        heads.v_at,
+        HEADS=heads.num_values,
+        GROUP=heads.num_values // heads.num_keys,
+        KEY_DIM=heads.key_dim,
+        VALUE_DIM=heads.value_dim,
+        STEPS=gating.steps,
+        CONSTANT=gating.decay == "constant",
+        HAS_BIAS=gating.dt_bias is not None,
+        HAS_SKIP=gating.skip is not None,
+        CHUNK=_CHUNK,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        CHAINED=rows.chained,
+        launch_pdl=rows.chained,
+        num_warps=4,
+        num_stages=1 if x.element_size() > 2 else 3,
     )
 
 

@@ -69,9 +69,9 @@ class DeltaPlan(ForwardPlan):
         return tuple(rows for rows in (self.decode, verified) if rows is not None)
 
     @property
-    def groups(self) -> tuple[Rows, ...]:
-        """Those that there are."""
-        return (*self.leading, *(rows for rows in (self.prefill, self.rest) if rows is not None))
+    def prompts(self) -> tuple[Rows, ...]:
+        """Of the others, if there are any."""
+        return tuple(rows for rows in (self.prefill, self.rest) if rows is not None)
 
 
 class Group:
@@ -125,6 +125,7 @@ class Group:
             writes=writes,
             tiles=tiles.view(-1, 2),
             tile_rows=self.tile_rows,
+            longest=int(self.lengths.max(initial=0)),
             chained=can_chain(uploaded.device),
         )
 

@@ -1,4 +1,4 @@
-"""The backend: decoding, convolutions and graphs as in enginery-attn-delta, longer prefills in chunks. T tokens, HV value heads."""
+"""The backend: as enginery-attn-delta, but for longer prefills of delta rules, in chunks. T tokens, HV value heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUESTS_OF_A_WAVE: Final = 8  # whose 32 heads of four programs each are what 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkedPlan(DeltaPlan):
-    """of_prefill, of_rest: these rows as the chunked kernels take them; None: there are none, or they run token by token."""
+    """of_prefill, of_rest: these rows as fla-core's kernels take them; None: there are none, or they run token by token."""
 
     of_prefill: Chunks | None
     of_rest: Chunks | None
@@ -71,7 +71,7 @@ class ChunkedAttention:
             if part is not None and chunks is not None and can_chunk(facts_of(layer)[0]):
                 self._advance_chunks(mixed, gates, layer, part, chunks, out)
             elif part is not None:
-                self.by_token.advance_rows(mixed, gates, layer, part, out)
+                self.by_token.advance_rows(mixed, gates, layer, part, out, are_prompts=True)
 
     def _advance_chunks(
         self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: Rows, chunks: Chunks, out: torch.Tensor

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from enginery.api import RecurrentFacts, RecurrentWeights
-from enginery_attn_delta.backend import heads_of
 from enginery_attn_delta.plan import FROM_ZEROS, Group
 from enginery_attn_fla.delta_inputs import prepare_delta
 from enginery_attn_fla.kernels import CHUNK, Kernels
@@ -76,8 +74,8 @@ def plan_chunks(group: Group, device: torch.device) -> Chunks:
 
 
 def can_chunk(facts: RecurrentFacts) -> bool:
-    """Whether there is a chunked kernel for the rule; others run token by token."""
-    return facts.rule in ("linear", "delta")
+    """Whether fla-core's kernels are for the rule; others are as in enginery-attn-delta."""
+    return facts.rule == "delta"
 
 
 def run_chunks(
@@ -95,7 +93,6 @@ def run_chunks(
 
     Returns [S, H, V].
     """
-    heads = heads_of(facts)
     given: dict[str, Any] = {
         "scale": scale,
         "initial_state": matrix.index_select(0, chunks.reads).masked_fill_(chunks.fresh, 0.0),
@@ -104,31 +101,8 @@ def run_chunks(
         "chunk_indices": chunks.indices,
         "chunk_offsets": chunks.offsets,
     }
-    if facts.rule == "delta":
-        q, k, v, log_decay, beta = prepare_delta(mixed, gates, facts, weights)
-        kernel = kernels.kda if facts.decay == "channel" else kernels.gated_delta_rule
-        made, after = kernel(q, k, v, g=log_decay, beta=beta, **given)
-        matrix.index_copy_(0, chunks.writes, after)
-        return made[0] if weights.skip is None else made[0] + (weights.skip[:, None] * v[0]).to(made.dtype)
-    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
-    q, k = (mixed[None, :, at : at + keys].reshape(1, len(mixed), heads.num_keys, heads.key_dim) for at in (heads.q_at, heads.k_at))
-    v = mixed[None, :, heads.v_at : heads.v_at + values].reshape(1, len(mixed), heads.num_values, heads.value_dim)
-    log_decay, steps = _decays(gates, facts, weights)
-    group = heads.num_values // heads.num_keys
-    q, k = (part.repeat_interleave(group, dim=2) if group > 1 else part for part in (q, k))
-    written = v if steps is None or not facts.ssm else (v * steps[None, ..., None]).to(v.dtype)
-    decay = {"g_gamma": weights.log_decay} if facts.decay == "constant" else {"g": log_decay[None]}
-    made, after = kernels.simple_gla(q, k, written, **decay, **given)
+    q, k, v, log_decay, beta = prepare_delta(mixed, gates, facts, weights)
+    kernel = kernels.kda if facts.decay == "channel" else kernels.gated_delta_rule
+    made, after = kernel(q, k, v, g=log_decay, beta=beta, **given)
     matrix.index_copy_(0, chunks.writes, after)
     return made[0] if weights.skip is None else made[0] + (weights.skip[:, None] * v[0]).to(made.dtype)
-
-
-def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of a linear rule: the logarithm of each row's decay, [S, H] float32, and the steps it is made of; none for a constant one."""
-    if facts.decay == "constant" or weights.a_log is None:
-        return gates, None
-    raw = gates[:, -facts.value_heads :].float()
-    if weights.dt_bias is not None:
-        raw = raw + weights.dt_bias
-    steps = F.softplus(raw).clamp(*facts.step_limits)
-    return -weights.a_log.exp() * steps, steps

@@ -35,6 +35,20 @@ def next_power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+if INTERPRETED.value:
+
+    def bound(number: Any) -> int:
+        """Of a loop: the interpreter has arrays of one element for scalars, and Python's range, from numpy 2.4 on, takes none."""
+        return number if isinstance(number, int) else int(number.handle.data.item())
+
+else:
+
+    @kernel
+    def bound(number: tl.tensor) -> tl.tensor:
+        """Of a loop: itself."""
+        return number
+
+
 @kernel
 def round_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """float32 to a shorter type, to the nearest, ties to even; the interpreter cuts bfloat16 off."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 
 import httpx
@@ -76,6 +77,23 @@ def test_a_second_signal_to_the_whole_group_does_not_wait(folder, log):
         assert [json.loads(lines[-2])["error"]["code"] for lines in got] == ["shutting_down"] * 2
         assert process.wait(PATIENCE_S) == 0
         wait_until_gone(child)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/v1/completions", "unavailable_error"), ("/v1/messages", "overloaded_error")])
+def test_a_body_that_has_not_come_when_the_server_ends_is_answered_as_others_are(folder, path, kind):
+    """Its sender got uvicorn's words, with status 500."""
+    with started(folder, drain_s=0.1) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sender, sender.makefile("rb") as answer:
+            sender.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n".encode())
+            assert answer.readline().startswith(b"HTTP/1.1 100")  # the body is waited for
+            process.send_signal(signal.SIGTERM)
+            said = answer.read().decode().lower()
+        assert "http/1.1 503" in said
+        assert "retry-after: 1" in said
+        assert f'"type":"{kind}"' in said
+        assert "the server is shutting down" in said
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_terminal_that_closes_and_says_so_twice_ends_nothing_early(folder, log):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -36,7 +37,7 @@ from enginery.serve.api.tokenize import DetokenizeRequest, TokenizeRequest, deto
 from enginery.serve.http.body_limits import BodyBounds
 from enginery.serve.http.caller import NoteCaller
 from enginery.serve.http.event_stream import ClientGone
-from enginery.serve.http.faults import Fault
+from enginery.serve.http.faults import Fault, ShuttingDown
 from enginery.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from enginery.serve.schemas.chat import ChatRequest
 from enginery.serve.schemas.completions import CompletionRequest
@@ -133,7 +134,10 @@ def _card(service: Service, name: str, started_s: int) -> ModelCard:
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(service, request)
+        try:
+            return await handler(service, request)
+        except asyncio.CancelledError as ended:  # by uvicorn, as the server stops and no answer has begun
+            raise ShuttingDown from ended
 
     return endpoint
 

@@ -178,9 +178,12 @@ class ChatTemplate:
             raise TemplateStuck("the conversations before this one take too long to render; try again in a moment")
         try:
             for _ in range(2):
+                renderer = self._ready(limits.wall_s)
                 try:
-                    return msgspec.msgpack.decode(self._ready(limits.wall_s).exchange(frame, within_s=limits.wall_s), type=Rendered)
+                    return msgspec.msgpack.decode(renderer.exchange(frame, within_s=limits.wall_s), type=Rendered)
                 except RendererDied as death:
+                    if self._renderer is not renderer:  # `close` ended it, and would be waited for once more
+                        break
                     self.close()
                     if death.by_itself:
                         raise TemplateTooSlow(
@@ -203,7 +206,7 @@ class ChatTemplate:
         return self._renderer
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one; what another thread renders then fails with `TemplateStuck`."""
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
             renderer.close()

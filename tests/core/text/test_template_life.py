@@ -79,6 +79,30 @@ def test_a_process_that_is_killed_in_the_midst_of_a_conversation_is_started_agai
     assert answers == ["done"]
 
 
+def test_what_is_rendered_when_a_template_is_closed_is_not_begun_again(running):
+    """A server that ended waited for it once more, up to five seconds of a process that was started for this."""
+    loops = "{% if messages|length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    template, process = running(loops, cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
+    refused = []
+
+    def chat():
+        try:
+            template.render(ASKED * 2)
+        except (RequestError, TemplateStuck) as error:
+            refused.append(type(error))
+
+    rendering = threading.Thread(target=chat)
+    rendering.start()
+    before = process.cpu_times().user
+    while process.cpu_times().user < before + 0.1:
+        time.sleep(0.01)
+    began = time.monotonic()
+    template.close()
+    rendering.join(PATIENCE_S)
+    assert refused == [TemplateStuck]
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
 def test_a_stopped_process_is_replaced_after_its_time_and_the_conversation_is_answered(running):
     template, process = running(wall_s=4)
     process.suspend()

@@ -25,7 +25,7 @@ class SequenceKV:
     meaningless while it has no pages. found: while it waits, its prefix as it was found last.
 
     window, states: its pages of these kinds. marks: where resume points are to be made of its prompt, in order. points: those that
-    were made and are not in the tree. superseded: those that count for less once it leaves one further along.
+    were made and are not in the tree, by their positions. superseded: those that count for less once it leaves one further along.
     """
 
     token_ids: array[int]

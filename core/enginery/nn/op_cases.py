@@ -230,14 +230,10 @@ def _bind_experts(
 
 
 def _bind_squared_experts(op: OpFn, given: Inputs, *, rows: int, experts: int, sizes: tuple[int, int], top_k: int) -> Results:
-    return _bind_experts(
-        lambda gate_up, down, shape, _: op(gate_up[:, : shape.inner].contiguous(), down),
-        given,
-        rows=rows,
-        experts=experts,
-        sizes=sizes,
-        top_k=top_k,
-    )
+    def bind(gate_up: torch.Tensor, down: torch.Tensor, shape: ExpertsShape, _: None) -> object:
+        return op(gate_up[:, : shape.inner].contiguous(), down)
+
+    return _bind_experts(bind, given, rows=rows, experts=experts, sizes=sizes, top_k=top_k)
 
 
 def _greedy(op: OpFn, given: Inputs, *, rows: int, size: int, tied: bool = False) -> Results:

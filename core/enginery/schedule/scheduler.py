@@ -194,8 +194,9 @@ class Scheduler:
                     outputs.append(added)
                     if added.is_last:
                         self.table.end(request)
-                if index >= step.num_decode or request.kv.points:
-                    self.table.offer(request, is_prompt=index >= step.num_decode)
+                points, is_prompt = request.kv.points, index >= step.num_decode
+                if is_prompt or (points and points[-1].position >= end - num_drafts):  # by their positions: else none was passed
+                    self.table.offer(request, is_prompt=is_prompt)
             if request.status is not RequestStatus.RUNNING:
                 self.table.settle(request)
         return outputs

@@ -67,6 +67,20 @@ def test_behind_an_answer_the_end_of_its_prompt_goes_first(kinds):
     assert turns.found == [(8, "first"), (16, "last")]
 
 
+def test_decoding_looks_at_points_where_one_was_passed_alone(monkeypatch):
+    """At each page's end, once it is written; what looks at all of them in each step is what hundreds of requests wait for."""
+    turns, looked = Turns(("state",)), list[int]()
+    offer = turns.scheduler.table.offer
+    monkeypatch.setattr(
+        turns.scheduler.table,
+        "offer",
+        lambda request, *, is_prompt: (looked.append(request.kv.num_written), offer(request, is_prompt=is_prompt)),
+    )
+    turns.ask(PROMPT, 12)
+    assert looked == [8, 10, 12, 16, 20]
+    assert turns.found == [(8, "first"), (20, "last")]
+
+
 @EACH_KIND
 def test_behind_a_next_turn_the_end_of_the_one_before_goes_first(kinds):
     turns = Turns(kinds)

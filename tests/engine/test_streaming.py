@@ -281,6 +281,19 @@ def test_a_request_that_fails_fails_alone() -> None:
     running(None, scenario)
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 32])
+def test_a_token_that_cannot_be_is_refused_and_the_engine_goes_on(wrong: int) -> None:
+    """A prompt's last token is looked up before the scheduler sees the prompt."""
+
+    async def scenario(model: AsyncLLM) -> None:
+        for refused in (model.generate([5, wrong]), model.embed([5, wrong])):
+            with pytest.raises(RequestError, match=f"prompt has token id {wrong}, but the vocabulary has ids 0 to 4095"):
+                await refused
+        assert (await model.generate("The engine", GREEDY)).token_ids
+
+    running(None, scenario)
+
+
 def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(echo: Path) -> None:
     async def scenario(model: AsyncLLM) -> None:
         runner = engine_of(model)._runner
@@ -348,6 +361,22 @@ def test_an_engine_that_breaks_tells_everybody(echo: Path) -> None:
             assert all("the scheduler is broken" in str(error) for error in told)
             with pytest.raises(EnginError, match="the scheduler is broken"):
                 await model.generate([1])
+
+    asyncio.run(run())
+
+
+def test_a_request_that_breaks_the_engine_before_it_is_taken_is_told_so(echo: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(str(echo), load_format="dummy", **TINY) as model, asyncio.timeout(PATIENCE_S):
+            engine = engine_of(model)
+
+            def breaks(request: object) -> None:
+                raise ValueError("the queue is broken")
+
+            engine.submit = breaks
+            for _ in range(2):
+                with pytest.raises(EnginError, match="the queue is broken"):
+                    await model.generate([1, 2], GREEDY)
 
     asyncio.run(run())
 

@@ -109,12 +109,10 @@ class EngineThread:
     def _submit(
         self, name: str, prompt: Encoded, params: SamplingParams, tell: Tell, requests: OpenRequests, *, embed: bool
     ) -> None:
-        found = _Open(tell=tell, parts=[])
+        found = self._open[name] = _Open(tell=tell, parts=[])  # before it can fail, as whoever waits is told by `_stop` too
         try:
-            if self._end is not None:
-                raise EngineDied(f"the engine is gone: {self._end}")
+            self.check()
             found.parts = requests.submit(name, prompt, params, embed=embed)
-            self._open[name] = found
         except EnginError as error:
             self._tell(name, found, error, requests)
 

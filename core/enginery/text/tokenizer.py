@@ -103,8 +103,8 @@ class Tokenizer:
         return text
 
     def is_token(self, token_id: int) -> bool:
-        """Whether `token_id` stands for a token; models often have more ids than their tokenizer."""
-        return self._backend.id_to_token(token_id) is not None
+        """Whether `token_id` stands for a token; models often have more ids than their tokenizer, and callers any number."""
+        return 0 <= token_id < 1 << 32 and self._backend.id_to_token(token_id) is not None
 
     def is_byte(self, token_id: int) -> bool:
         """Whether `token_id` is one byte of a character that is spelt in bytes."""

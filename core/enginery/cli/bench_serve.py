@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from enginery.bench.report import Report, Row, make_report
 from enginery.bench.workloads import WORKLOADS, Workload, checkpoint_folder, equal_requests, write_tokenizer
-from enginery.cli.flags.engine import naming
-from enginery.cli.flags.server import SERVER_KINDS
+from enginery.cli.flags.engine import model_of_server, naming
 from enginery.cli.flags.signature import ResultT, flags_of, option, with_flags
 from enginery.config.schema import EngineOptions
-from enginery.config.sources import engine_options
 from enginery.errors import ConfigError, EnginError
 
 if TYPE_CHECKING:
@@ -151,16 +149,10 @@ def _bounds(name: str, text: str | None) -> tuple[int, int] | None:
 
 
 def bench_running(asked: LoadFlags, options: EngineOptions, url: str, named: str | None) -> Report:
-    """Of a server that runs. named: a workload, or a model of the server's; otherwise that of the options, or its first.
-
-    Raises `ConfigError` for other options, unless they are the environment's, which is there for servers too.
-    """
+    """Of a server that runs. named: a workload, or a model of the server's; otherwise that of the options, or its first."""
     from enginery.bench.serve_load import Client
 
-    environ = vars(engine_options({}, os.environ, others=SERVER_KINDS))
-    if others := [name for name, value in vars(options).items() if name != "model" and value != environ[name]]:
-        raise ConfigError(f"the server at --url has settings of its own; leave out {', '.join(others)}")
-    model = options.model if named in WORKLOADS else naming(options, named).model
+    model = model_of_server(options if named in WORKLOADS else naming(options, named))
     client = Client(url, api_key=next(iter(os.environ.get(_KEY, "").split()), ""))
     rows = _measure(client, loads(asked, named), asked, model=model)
     return make_report("serve", f"a server on {client.host}", rows, options=EngineOptions())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import typer
 
-from enginery.cli.flags.engine import GivenSampling, with_engine_flags, with_sampling_flags
+from enginery.cli.flags.engine import GivenSampling, model_of_server, with_engine_flags, with_sampling_flags
 from enginery.cli.generate import build_engine, check_text, stream_text
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import SamplingParams
@@ -57,10 +57,14 @@ def chat(
 
     A single /word is a command, and /help names them; with more words, or as /usr/bin, it is text for the model.
     Where standard input is no terminal, each line is a question, and the status is 1 if any was not answered.
+    With --url, --model is a name of that server's, and other settings of the engine are refused.
     """
     check_text("--system", system or "")
     partner: Partner
-    partner = LocalPartner(*build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
+    if url is None:
+        partner = LocalPartner(*build_engine(options), sampling)
+    else:
+        partner = ServerPartner(url, model_of_server(options), sampling)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
     is_typed = sys.stdin.isatty()

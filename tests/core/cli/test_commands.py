@@ -275,6 +275,17 @@ def test_chat_sends_the_key_of_the_environment(console, server, monkeypatch):
     assert server.keys == ["Bearer one"] * 2
 
 
+def test_settings_of_an_engine_are_refused_where_a_server_answers(console, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_TP", "2")  # of servers that are started here
+    server.bodies["/v1/chat/completions"] = (b"data: [DONE]\n\n", 0)
+    assert console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))[1:] == ("", 0)
+    (tmp_path / "settings.toml").write_text("page_size = 8")
+    asked = ("chat", "--url", f"127.0.0.1:{server.server_port}", "--drafter", "lookup", "-p", "no:x")
+    for given, names in ((asked, "drafter, blocked_plugins"), ((*asked[:3], "--config", f"{tmp_path}/settings.toml"), "page_size")):
+        told = f"engine: the server at --url has settings of its own; leave out {names}\n"
+        assert console(*given, lines=("hi", "/exit")) == ("", told, 2)
+
+
 def test_a_server_that_is_none_of_ours_is_an_error(console, server):
     server.bodies["/v1/models"] = (b"<html>", 0)
     out, err, code = console("chat", "--url", f"127.0.0.1:{server.server_port}")

@@ -219,6 +219,14 @@ def naming(options: EngineOptions, named: str | None) -> EngineOptions:
     return replace(options, model=named)
 
 
+def model_of_server(options: EngineOptions) -> str | None:
+    """The model, for a command with --url. Raises `ConfigError` for other options, but the environment's, which servers have."""
+    environ = vars(engine_options({}, os.environ, others=SERVER_KINDS))
+    if others := [name for name, value in vars(options).items() if name != "model" and value != environ[name]]:
+        raise ConfigError(f"the server at --url has settings of its own; leave out {', '.join(others)}")
+    return options.model
+
+
 def _parameter(name: str, kind: Kind, look: _Flag, *, default: object) -> inspect.Parameter:
     """None means that the flag was not given; the default is told in the help."""
     is_list = kind == tuple[str, ...]

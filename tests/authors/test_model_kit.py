@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,17 @@ def test_without_weights_there_is_nothing_to_compare(tmp_path: Path) -> None:
     report = tried(write_tiny_checkpoint(tmp_path), only="transformers", load_format="dummy")
     assert outcomes(report) == {"parity": "skipped", "bfloat16": "skipped"}
     assert {row.message for row in report.rows} == {"the folder has no weights, so there is nothing to compare"}
+
+
+def test_a_model_type_of_another_family_is_no_reference(folder: Path, tmp_path: Path) -> None:
+    """transformers draws the tensors that a checkpoint lacks; what it computes with them is no fault of the family."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    report = tried(tmp_path, only="transformers")
+    assert outcomes(report) == {"parity": "skipped", "bfloat16": "skipped"}
+    missing = "4 tensors that the checkpoint lacks, as model.layers.0.self_attn.k_norm.weight"
+    assert {row.message for row in report.rows} == {f"transformers cannot read it: its Qwen3ForCausalLM has {missing}"}
 
 
 def test_what_keeps_a_model_from_being_built_is_said_once(tmp_path: Path) -> None:

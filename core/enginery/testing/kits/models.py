@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -176,7 +176,9 @@ def _bfloat16(subject: ModelSubject) -> None:
 def _reference(folder: Path, dtype: str) -> Callable[[list[int]], torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=vars(torch)[dtype])  # in evaluation mode
+    model, loaded = cast(Any, AutoModelForCausalLM.from_pretrained(folder, dtype=vars(torch)[dtype], output_loading_info=True))
+    if drawn := sorted(loaded["missing_keys"]):  # of another family, that of config.json's model_type
+        raise ValueError(f"its {type(model).__name__} has {len(drawn)} tensors that the checkpoint lacks, as {drawn[0]}")
 
     @torch.no_grad()
     def logits(ids: list[int]) -> torch.Tensor:

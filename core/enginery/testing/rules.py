@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from enginery.attention.watch import UnwrittenOutput, is_poison
+from enginery.errors import Unsupported
 from enginery.testing.cases import AttnCase
 from enginery.testing.subject import Subject
 
@@ -76,11 +77,9 @@ def rule(scope: Scope, advice: str) -> Callable[[CheckFn], Rule]:
 
 def fault_of(error: Exception) -> Fault:
     """Of an exception that a check raised: torch has no type of its own for operands whose dtypes do not fit."""
-    if isinstance(error, BrokenRule):
-        return error.fault
-    text = str(error).lower()
-    if isinstance(error, UnwrittenOutput):
-        return Fault.UNWRITTEN
+    if isinstance(error, BrokenRule | UnwrittenOutput):
+        return error.fault if isinstance(error, BrokenRule) else Fault.UNWRITTEN
+    text = "" if isinstance(error, Unsupported) else str(error).lower()  # refusals name dtypes
     return Fault.DTYPE if "dtype" in text or "scalar type" in text else Fault.CRASH
 
 

@@ -48,6 +48,13 @@ def test_a_crash_is_told_with_the_line_of_the_plugin(run: Callable[[], object], 
     assert f"({__file__}, line {run.__code__.co_firstlineno})" in row.message
 
 
+def test_a_refusal_that_names_dtypes_is_no_wrong_dtype() -> None:
+    def run() -> None:
+        raise Unsupported("no attention backend can run this model:\n  - fla: dtype float32 is not among bfloat16")
+
+    assert KitCheck(rule="builds", case="it", run=run).row().fault == "crash"
+
+
 @pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
 def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Exception, *, is_advised: bool) -> None:
     def check(subject: object, case: object) -> None:

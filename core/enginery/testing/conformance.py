@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from enginery.errors import PluginError
 from enginery.testing.cases import AttnCase
 from enginery.testing.check_claims import CLAIMS, hooks
 from enginery.testing.check_numbers import NUMBERS
@@ -15,7 +16,7 @@ from enginery.testing.report import Report, Row, advice_of, has_words, run_check
 from enginery.testing.rules import Rule, SkippedCheck
 from enginery.testing.subject import Subject
 
-_SLIPS: Final = (AttributeError, ImportError, NameError)  # of its author's, which the advice of no rule mends
+_SLIPS: Final = (AttributeError, ImportError, NameError, TypeError)  # of its author's, which no rule's advice mends
 RULES: Final = (hooks, *CLAIMS, *NUMBERS, *TREES, *PLANS)
 _NO_CASE: Final = "nothing that the backend serves calls for it"
 
@@ -56,7 +57,7 @@ class Check:
 
     def _failure(self, error: Exception, said: str) -> str:
         where = f" ({self.case})" if self.case else ""
-        advice = "" if isinstance(error, _SLIPS) else f". {self.rule.advice}"
+        advice = "" if isinstance(error, _SLIPS) or type(error) is PluginError else f". {self.rule.advice}"
         return f"{self.rule.name}: {self.rule.statement}{where} Seen: {said}{advice}"
 
 

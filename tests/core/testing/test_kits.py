@@ -18,7 +18,7 @@ from enginery.contracts.attention import AttnBackendSpec, BackendContext, Reason
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.parsers import ArgumentsText, ContentText, ParserSetup, ParserSpec, Tool, ToolCallBegun, ToolCallEnded
 from enginery.contracts.versions import HookGroup
-from enginery.errors import Unsupported
+from enginery.errors import PluginError, Unsupported
 from enginery.nn import reference_ops
 from enginery.plugin.records import Offer
 from enginery.testing.conformance import RULES, Check, Report, run_conformance
@@ -55,7 +55,15 @@ def test_a_refusal_that_names_dtypes_is_no_wrong_dtype() -> None:
     assert KitCheck(rule="builds", case="it", run=run).row().fault == "crash"
 
 
-@pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
+@pytest.mark.parametrize(
+    ("raised", "is_advised"),
+    [
+        (NameError("pln"), False),
+        (TypeError("pools are indexed by LocalLayerId"), False),
+        (PluginError("it must write to `out`"), False),
+        (RuntimeError("a copy from the device"), True),
+    ],
+)
 def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Exception, *, is_advised: bool) -> None:
     def check(subject: object, case: object) -> None:
         raise raised

@@ -43,11 +43,12 @@ from enginery.contracts.model import Feature
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
-from enginery.errors import CheckpointError, ConfigError, EnginError
+from enginery.errors import CheckpointError, ConfigError, EnginError, PluginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.drafts.parts import find_draft_needs
 from enginery.worker.weights.needed_weights import needed_weights
+from enginery_draft_eagle.model import EagleHead
 from enginery_weights_tiny import DRAFTERS
 
 # A model that drafts for itself. Where one of its keys or values were missing or another's, a guess would be wrong.
@@ -227,6 +228,17 @@ def test_weights_may_be_drawn(registry: Registry, drafter: str) -> None:
     expected = answers_of(Engine.build(embedded(load_format="dummy"), registry), asked)
     engine = Engine.build(embedded(load_format="dummy", drafter=drafter), registry)
     assert_told(answers_of(engine, asked), expected)
+
+
+@pytest.mark.parametrize(("returned", "told"), [(lambda made: made[:1], "[1, 256]"), (lambda made: None, "None")])
+def test_a_draft_model_that_returns_other_rows_is_told_what_is_wrong(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, returned: Callable[[torch.Tensor], object], told: str
+) -> None:
+    forward = EagleHead.forward
+    monkeypatch.setattr(EagleHead, "forward", lambda self, batch, arrived: returned(forward(self, batch, arrived)))
+    engine = Engine.build(embedded(drafter="eagle", draft_length="2"), registry)
+    with pytest.raises(PluginError, match=re.escape(f"forward of the draft model (--drafter) returned {told} instead of [")):
+        answers_of(engine, [asking("a", prompt_of(SAID[0]), max_tokens=8)])
 
 
 def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from enginery.contracts.drafting import CARRIED, FEATURES, Chained, MappedVocabu
 from enginery.contracts.model import Model
 from enginery.contracts.parallel import StageTensors
 from enginery.contracts.step import StepInput
+from enginery.errors import PluginError
 from enginery.kv.upload import to_device
 from enginery.worker.drafts.draws import Choose, GuessDraws, verified_order
 from enginery.worker.drafts.tails import FollowedRows, Tails
@@ -330,5 +331,7 @@ def one_each(ahead: GuessWindow, one: OneStep, *, knows_lengths: bool) -> Forwar
 
 def _ran(module: Model, batch: ForwardBatch, arrived: StageTensors | None) -> Tensor:
     made = module.forward(batch, arrived)
-    assert isinstance(made, Tensor), "a draft model is in one stage"
-    return made
+    if isinstance(made, Tensor) and made.ndim == 2 and len(made) == batch.num_tokens:
+        return made
+    told = list(made.shape) if isinstance(made, Tensor) else made
+    raise PluginError(f"forward of the draft model (--drafter) returned {told!r:.60} instead of [{batch.num_tokens}, C']")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from enginery import LLM
 from enginery.api import (
     CheckpointError,
     Cut,
@@ -30,6 +31,7 @@ from enginery.nn.reference_ops import REFERENCE_SCHEMES, reference_ops
 from enginery.nn.stored import spread
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.testing.fixtures import TINY_CONFIG, write_tiny_checkpoint
 from enginery.worker.weights import formats
 from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting
@@ -203,6 +205,12 @@ def test_other_float8_is_refused_with_the_size(size: object) -> None:
     config = {"quant_method": "fp8", "weight_block_size": size}
     with pytest.raises(CheckpointError, match="reads blocks of 128 x 128, and weight_block_size is"):
         formats.choose_format(config, Registry.load().offers(WeightFormatSpec), needs(config))
+
+
+def test_a_format_whose_plugin_is_not_used_is_named(tmp_path: Path) -> None:
+    folder, without = write_tiny_checkpoint(tmp_path, TINY_CONFIG | {"quantization_config": CONFIG}), ("format-fp8",)
+    with pytest.raises(CheckpointError, match=r"read here yet.*\nplugin format-fp8 .* might offer it but is blocked"):
+        LLM(str(folder), load_format="dummy", blocked_plugins=without)
 
 
 class RowFloat8:

@@ -24,7 +24,7 @@ from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
-from enginery.plugin.records import Offer
+from enginery.plugin.records import Offer, absent_plugins
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, select_ops, weigh_ops
 from enginery.speculate.combs import num_verified
@@ -232,7 +232,7 @@ def _weight_format(
     if stated is None:
         return None, ()
     format_needs = FormatNeeds(config=stated, device=needs.device, dtype=needs.dtype, compute_capability=needs.compute_capability)
-    offer, why = choose_format(stated, registry.offers(WeightFormatSpec), format_needs)
+    offer, why = choose_format(stated, registry.offers(WeightFormatSpec), format_needs, absent=absent_plugins(registry.records))
     stays = [f"{scheme} for {name}" for name, schemes in kept_schemes(ops).items() for scheme in schemes]
     reason = f"{why}, from {offer.source}; in memory stays {', '.join(stays) or 'nothing'} of it, the rest becomes {needs.dtype}"
     return offer, (Decision(setting="weight format", value=offer.name, reason=reason, source=offer.source),)

@@ -12,7 +12,7 @@ from enginery.checkpoint.files import PLAIN, StoredTensor
 from enginery.checkpoint.formats import refuse_quantization
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.weights import FormatNeeds, Scheme, StoredPart, StoredWeight, WeightFormat, WeightFormatSpec
-from enginery.errors import PluginError
+from enginery.errors import CheckpointError, PluginError
 from enginery.nn.reference_ops import REFERENCE_SCHEMES
 from enginery.plugin.boundary import check_is, checked, inside
 from enginery.plugin.records import Offer
@@ -30,12 +30,11 @@ def stated_quantization(config: Mapping[str, Any]) -> Mapping[str, object] | Non
 
 
 def choose_format(
-    stated: Mapping[str, object], offers: Sequence[Offer[WeightFormatSpec]], needs: FormatNeeds
+    stated: Mapping[str, object], offers: Sequence[Offer[WeightFormatSpec]], needs: FormatNeeds, *, absent: Sequence[str] = ()
 ) -> tuple[Offer[WeightFormatSpec], str]:
     """The format of highest priority that knows the `quant_method` and refuses nothing, and why it is that one.
 
-    Raises `CheckpointError` with the reasons of those that refuse, and the formats that there are.
-    """
+    Raises `CheckpointError` with the reasons of those that refuse, the formats that there are, and plugins that are not live."""
     method = stated.get("quant_method")
     known = [offer for offer in ranked(offers) if method in offer.spec.methods]
     reasons = {offer.name: refusals(offer, needs) for offer in known}
@@ -45,7 +44,7 @@ def choose_format(
             return offer, f"reads quant_method {method!r}{others}"
     said = [f"{name}: {reason.text}" for name, many in reasons.items() for reason in many]
     names = [f"{offer.name} ({offer.spec.summary})" for offer in ranked(offers)]
-    raise refuse_quantization(stated, names, said)
+    raise CheckpointError("\n".join([str(refuse_quantization(stated, names, said)), *absent]))
 
 
 def kept_schemes(ops: Sequence[Offer[OpSpec]]) -> Mapping[str, frozenset[Scheme]]:

@@ -5,7 +5,7 @@ What a captured plan reads is in buffers of the backend, which every captured pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -259,16 +259,30 @@ def bind_experts(
         every = of if isinstance(of, torch.Tensor) else torch.stack([widen(one_expert(of, each), dtype) for each in range(count)])
         return every.transpose(1, 2)
 
+    def hidden(x: torch.Tensor) -> torch.Tensor:
+        return gated(torch.matmul(x, weights(gate_up, x.dtype)) + first, shape.activation)
+
+    return every_expert(count, lambda x: torch.matmul(hidden(x), weights(down, x.dtype)) + second)
+
+
+def bind_squared_experts(up: torch.Tensor, down: torch.Tensor) -> ExpertsFn:
+    """The same of `OpTable.bind_squared_experts`."""
+    return every_expert(len(up), lambda x: torch.matmul(torch.matmul(x, up.transpose(1, 2)).relu().square(), down.transpose(1, 2)))
+
+
+def every_expert(count: int, answers: Callable[[torch.Tensor], torch.Tensor]) -> ExpertsFn:
+    """answers: of all experts for all rows, [E, N, C]."""
+
     def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
         is_own = routed.ids[:, :, None] == torch.arange(count, device=x.device)
         shares = (routed.weights[:, :, None] * is_own).sum(1).T[:, :, None]  # [E, N, 1]
-        hidden = gated(torch.matmul(x, weights(gate_up, x.dtype)) + first, shape.activation)
-        return ((torch.matmul(hidden, weights(down, x.dtype)) + second) * shares).sum(0).to(x.dtype)
+        return (answers(x) * shares).sum(0).to(x.dtype)
 
     return experts
 
 
-EXPERTS = op_offer(op_spec({"bind_experts": bind_experts}, name="dense", schemes=REFERENCE_SCHEMES))
+DENSE = {"bind_experts": bind_experts, "bind_squared_experts": bind_squared_experts}
+EXPERTS = op_offer(op_spec(DENSE, name="dense", schemes=REFERENCE_SCHEMES))
 
 
 def captured(registry: Registry, ops: Sequence[Offer[OpSpec]] = (EXPERTS,)) -> Registry:

@@ -72,11 +72,12 @@ def _summed(expert_of: Callable[[int, torch.Tensor], torch.Tensor]) -> ExpertsFn
                 "experts in plain torch wait for the device, which no graph can; no chosen operations have kernels for them"
             )
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert in torch.unique(routed.ids).tolist():
-            token, place = ((routed.ids == expert) & (routed.weights != 0)).nonzero(as_tuple=True)
-            if not len(token):
-                continue
-            out.index_add_(0, token, (expert_of(expert, x[token]) * routed.weights[token, place, None]).to(out.dtype))
+        token, place = (routed.weights != 0).nonzero(as_tuple=True)
+        ids, order = routed.ids[token, place].sort(stable=True)
+        each, counts = (found.tolist() for found in torch.unique_consecutive(ids, return_counts=True))
+        tokens, shares = (torch.split(of[order], counts) for of in (token, routed.weights[token, place, None]))
+        for expert, rows, share in zip(each, tokens, shares, strict=True):
+            out.index_add_(0, rows, (expert_of(expert, x[rows]) * share).to(out.dtype))
         return out.to(x.dtype)
 
     return experts

@@ -157,10 +157,7 @@ def recur(
         rows.writes,
         rows.first_rows,
         rows.stop_rows,
-        unused if gating.a_log is None else gating.a_log,
-        unused if gating.dt_bias is None else gating.dt_bias,
-        unused if gating.log_decay is None else gating.log_decay,
-        unused if gating.skip is None else gating.skip,
+        *_tensors_of(gating, unused),
         unused if conv is None else conv.taps,
         unused if conv is None or conv.bias is None else conv.bias,
         unused if conv is None else conv.states,
@@ -175,15 +172,9 @@ def recur(
         heads.q_at,
         heads.k_at,
         heads.v_at,
-        HEADS=heads.num_values,
-        GROUP=heads.num_values // heads.num_keys,
-        KEY_DIM=heads.key_dim,
-        VALUE_DIM=heads.value_dim,
+        **_constants_of(heads, gating),
         DELTA=gating.delta,
-        STEPS=gating.steps,
         DECAY=gating.decay,
-        HAS_BIAS=gating.dt_bias is not None,
-        HAS_SKIP=gating.skip is not None,
         HAS_FLOOR=gating.floor is not None,
         ONE_EACH=one_each,
         WIDTH=0 if conv is None else len(conv.taps),
@@ -223,10 +214,7 @@ def linear_chunks(
         rows.writes,
         rows.first_rows,
         rows.stop_rows,
-        x if gating.a_log is None else gating.a_log,
-        x if gating.dt_bias is None else gating.dt_bias,
-        x if gating.log_decay is None else gating.log_decay,
-        x if gating.skip is None else gating.skip,
+        *_tensors_of(gating, x),
         out,
         x.stride(0),
         gates.stride(0),
@@ -235,14 +223,8 @@ def linear_chunks(
         heads.q_at,
         heads.k_at,
         heads.v_at,
-        HEADS=heads.num_values,
-        GROUP=heads.num_values // heads.num_keys,
-        KEY_DIM=heads.key_dim,
-        VALUE_DIM=heads.value_dim,
-        STEPS=gating.steps,
+        **_constants_of(heads, gating),
         CONSTANT=gating.decay == "constant",
-        HAS_BIAS=gating.dt_bias is not None,
-        HAS_SKIP=gating.skip is not None,
         CHUNK=_CHUNK,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -251,6 +233,25 @@ def linear_chunks(
         num_warps=4,
         num_stages=1 if x.element_size() > 2 else 3,
     )
+
+
+def _tensors_of(gating: Gating, unused: torch.Tensor) -> list[torch.Tensor]:
+    """As kernels of linear attention and delta rules take them. unused: in place of what there is not."""
+    each = (gating.a_log, gating.dt_bias, gating.log_decay, gating.skip)
+    return [unused if tensor is None else tensor for tensor in each]
+
+
+def _constants_of(heads: Heads, gating: Gating) -> dict[str, int]:
+    """What both kinds of kernels are compiled for."""
+    return {
+        "HEADS": heads.num_values,
+        "GROUP": heads.num_values // heads.num_keys,
+        "KEY_DIM": heads.key_dim,
+        "VALUE_DIM": heads.value_dim,
+        "STEPS": gating.steps,
+        "HAS_BIAS": gating.dt_bias is not None,
+        "HAS_SKIP": gating.skip is not None,
+    }
 
 
 def scan(

@@ -11,7 +11,7 @@ from enginery.api import Accepted, BackendContext, ForwardBatch, ForwardPlan, La
 from enginery_attn_delta.backend import DeltaAttention, convolve_rows, facts_of
 from enginery_attn_delta.launch import Rows
 from enginery_attn_delta.plan import DeltaPlan, Group, prompts_of
-from enginery_attn_fla.chunks import Chunks, can_chunk, plan_chunks, run_chunks
+from enginery_attn_fla.chunks import Chunks, plan_chunks, run_chunks
 from enginery_attn_fla.kernels import Kernels
 from enginery_attn_fla.spec import FlaOptions
 
@@ -68,7 +68,7 @@ class ChunkedAttention:
             self.by_token.advance_rows(mixed, gates, layer, rows, out)
         self.by_token.keep(mixed, gates, layer, batch, planned)
         for part, chunks in ((planned.prefill, planned.of_prefill), (planned.rest, planned.of_rest)):
-            if part is not None and chunks is not None and can_chunk(facts_of(layer)[0]):
+            if part is not None and chunks is not None and facts_of(layer)[0].rule == "delta":
                 self._advance_chunks(mixed, gates, layer, part, chunks, out)
             elif part is not None:
                 self.by_token.advance_rows(mixed, gates, layer, part, out, are_prompts=True)

@@ -73,11 +73,6 @@ def plan_chunks(group: Group, device: torch.device) -> Chunks:
     )
 
 
-def can_chunk(facts: RecurrentFacts) -> bool:
-    """Whether fla-core's kernels are for the rule; others are as in enginery-attn-delta."""
-    return facts.rule == "delta"
-
-
 def run_chunks(
     kernels: Kernels,
     mixed: torch.Tensor,

@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -94,7 +93,6 @@ def main() -> None:
             print(json.dumps({"shape": name, "error": traceback.format_exc()[-2500:]}), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def choose_format(
 ) -> tuple[Offer[WeightFormatSpec], str]:
     """The format of highest priority that knows the `quant_method` and refuses nothing, and why it is that one.
 
-    Raises `CheckpointError` with the reasons of those that refuse, the formats that there are, and plugins that are not live."""
+    Raises `CheckpointError` with the reasons of those that refuse, the formats that there are, and plugins that are not live.
+    """
     method = stated.get("quant_method")
     known = [offer for offer in ranked(offers) if method in offer.spec.methods]
     reasons = {offer.name: refusals(offer, needs) for offer in known}

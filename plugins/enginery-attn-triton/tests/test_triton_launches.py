@@ -1,4 +1,4 @@
-"""Kernels that are launched again without Triton's look at every argument. The kernels are fakes that note how they are called."""
+"""Kernels that are launched again without Triton's look at every argument, by fakes that note how they are called; and for whom."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from enginery.api import AttnLayerFacts
+from enginery.api import AttnLayerFacts, ForwardBatch, Phase, View
 from enginery_attn_triton.launches import Launches
+from enginery_attn_triton.plan import GraphState, Planner
 from enginery_attn_triton.tiling import Device, LayerCuts
 
 CONSTANTS = {"WIDE": 4, "CAUSAL": True, "num_warps": 8}
@@ -86,3 +87,27 @@ def test_layers_that_are_cut_alike_are_of_one_kind() -> None:
     cuts = LayerCuts([full, window, full], itemsize=2, device=Device(num_units=4, shared_bytes=1 << 20)).of(1)
     assert cuts.layers[0] is cuts.layers[2]
     assert cuts.distinct == (cuts.layers[0], cuts.layers[1])
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_a_backend_for_one_kind_of_memory_plans_for_its_layers_alone(kind: str) -> None:
+    """Both have the whole model's facts; to cut what the other one runs took more of a step's time than all else on the host."""
+    full, windowed = (AttnLayerFacts(num_heads=8, num_kv_heads=2, head_dim=64, sliding_window=size) for size in (None, 32))
+    cuts = LayerCuts([full, windowed], itemsize=2, device=Device(num_units=4, shared_bytes=1 << 20), kinds=["full", "window"])
+    planner = Planner(cuts=cuts, page_size=16, device=torch.device("cpu"), facts=Device(num_units=4, shared_bytes=1 << 20))
+    rows, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    batch = ForwardBatch(
+        phase=Phase.DECODE,
+        input_ids=rows,
+        positions=rows,
+        q_lens_cpu=ones,
+        kv_lens_cpu=40 * ones,
+        num_logits_cpu=ones,
+        seats_cpu=ones,
+        views={kind: View(slots=rows, page_table_cpu=torch.zeros(2, 3, dtype=torch.int32))},
+    )
+    assert [cut.window for cut in planner.tables(batch).decode] == [None if kind == "full" else 32]
+    state = GraphState(cuts, max_batch_size=4, max_rows=4, num_pages=8, device=torch.device("cpu"))
+    state.refresh(batch, page_size=16)
+    assert [cut.window for cut in state.recent] == [None if kind == "full" else 32]
+    assert all(layer.decode in state.tables(2).decode for layer in cuts.of(1).distinct)  # one memory for all

@@ -95,12 +95,12 @@ class Group:
     @classmethod
     def of(cls, batch: ForwardBatch, requests: slice, *, first_row: int) -> Group:
         """Consecutive ones; those without tokens are left out."""
-        q_lens, kv_lens = (values[requests].numpy() for values in (batch.q_lens_cpu, batch.kv_lens_cpu))
-        states, has_rows = batch.states, q_lens > 0
-        reads = np.where(q_lens == kv_lens, FROM_ZEROS, states.reads_cpu[requests].numpy())[has_rows]
+        q_lens = batch.q_lens_cpu[requests].numpy()
+        has_rows = q_lens > 0
+        reads, writes = (pages[requests][has_rows] for pages in moves_of(batch))
         lengths = q_lens[has_rows]
         first_rows = (first_row + np.cumsum(lengths) - lengths).astype(np.int32)
-        return cls(first_rows, lengths, reads, states.writes_cpu[requests].numpy()[has_rows])
+        return cls(first_rows, lengths, reads, writes)
 
     def cut(self, rows: Ints, pages: Ints) -> tuple[Group, Group]:
         """Up to checkpoints, and those rows behind them that there are: pages get states after so many rows, 0: none; [B]."""
@@ -128,6 +128,12 @@ class Group:
             longest=int(self.lengths.max(initial=0)),
             chained=can_chain(uploaded.device),
         )
+
+
+def moves_of(batch: ForwardBatch) -> tuple[Ints, Ints]:
+    """The page that each request's state is read from, or `FROM_ZEROS`, and the one that it is written to: [B] int32 both."""
+    begins: npt.NDArray[np.bool_] = batch.q_lens_cpu.numpy() == batch.kv_lens_cpu.numpy()
+    return np.where(begins, FROM_ZEROS, batch.states.reads_cpu.numpy()), batch.states.writes_cpu.numpy()
 
 
 def plan_rows(batch: ForwardBatch, key: PlanKey, device: torch.device) -> DeltaPlan:
@@ -194,9 +200,8 @@ def _marked(batch: ForwardBatch, leading: Group, *, every: bool) -> Group:
 def refresh(plan: DeltaPlan, batch: ForwardBatch) -> None:
     """Write the pages of another batch of as many requests and rows to where a captured plan has them, in one copy."""
     if plan.decode is not None:
-        group = Group.of(batch, slice(0, batch.num_requests), first_row=0)
         moves = torch.as_strided(plan.decode.reads, (2 * len(plan.decode.reads),), (1,))  # reads, then writes
-        values = np.concatenate((group.reads, group.writes))
+        values = np.concatenate(moves_of(batch))
     else:
         moves, values = plan.uploaded, np.concatenate([group.packed() for group in _groups(batch, capture=True)])
     moves.copy_(host_ints(values, moves.device), non_blocking=True)

@@ -41,9 +41,11 @@ class TritonAttention:
         self.arena = context.arena
         self.geometry = context.geometry
         facts, itemsize = Device.of(context.device), context.dtype.itemsize
-        self.cuts = LayerCuts(context.geometry.layers, itemsize=itemsize, device=facts)
+        layers = context.geometry.layers
+        kinds = [context.geometry.kind_of(layer) for layer in layers]
+        self.cuts = LayerCuts(layers, itemsize=itemsize, device=facts, kinds=kinds)
         self.planner = Planner(cuts=self.cuts, page_size=context.geometry.page_size, device=context.device, facts=facts)
-        latent = next((layer for layer in context.geometry.layers if layer.latent is not None), None)
+        latent = next((layer for layer in layers if layer.latent is not None), None)
         self.ragged = RaggedAttention(layer=latent, itemsize=itemsize, device=context.device, facts=facts)
         self.graphs: GraphState | None = None
         self.mixed: MixedState | None = None

@@ -109,19 +109,22 @@ class MixedState:
                 f"{batch.num_requests} requests of up to {table.shape[1]} pages do not fit the tables of captured steps, which are "
                 f"for {most} requests and {self._num_entries} entries"
             )
-        prompts = {key: self._tiles(section, batch, columns=table.shape[1]) for key, section in sections.prompts.items()}
+        seen = self._planner.cuts.seen_by(batch)
+        keys = [(layer.dims, layer.decode.window) for layer in seen]
+        prompts = {key: self._tiles(sections.prompts[key], batch, columns=table.shape[1]) for key in keys}
         host = host_ints(self._pages + table.size, self._planner.device)
         values = host.numpy()
-        for key, section in sections.prompts.items():
-            items, splits = prompts[key]
+        for key, (items, splits) in prompts.items():
+            section = sections.prompts[key]
             fill(values[section.tiles :], items, 8 * section.room(num_rows))
             fill(values[section.splits :], np.empty(0, dtype=np.int32) if splits is None else splits, 2 * num_rows)
-        shared = sharing(table[:count], kv_lens[:count], page_size=page_size) if length == 1 else ()
+        shares = length == 1 and any(layer.shares for layer in seen)
+        shared = sharing(table[:count], kv_lens[:count], page_size=page_size) if shares else ()
 
         def cut_for(cut: DecodeCut) -> Cutting:
             return split_requests(kv_lens[:count], cut, columns=table.shape[1], page_size=page_size, shared=shared)
 
-        sections.layout.fill(values, most, cut_for)
+        sections.layout.fill(values, most, cut_for, seen)
         values[self._pages :].reshape(table.shape)[:] = table
         self._buffer[: len(values)].copy_(host, non_blocking=True)
 

@@ -20,7 +20,7 @@ from enginery.kv.shared_prefixes import Ints, SharedPrefix
 from enginery_attn_triton.launches import Launches
 from enginery_attn_triton.spec import MOST_ROWS, TABLE_BYTES
 from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding, split_tiles, without_window
-from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCuts, Tile, prefill_tile
+from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCut, LayerCuts, Tile, prefill_tile
 
 TilesKey = tuple[HeadDims, int | None]  # of layers with such dims and such a window
 
@@ -157,9 +157,15 @@ class Layout(NamedTuple):
             )
         return found
 
-    def fill(self, values: Ints, num_requests: int, cut_for: Callable[[DecodeCut], Cutting]) -> None:
-        """Write what there is of each cut; what else a captured plan for so many requests has room for is empty."""
+    def fill(self, values: Ints, num_requests: int, cut_for: Callable[[DecodeCut], Cutting], seen: Iterable[LayerCut]) -> None:
+        """Write what there is of each cut; what else a captured plan for so many requests has room for is empty.
+
+        seen: layers that the batch is planned for.
+        """
+        wanted = {layer.decode for layer in seen}
         for cut, (splits_place, tall_place, items_place) in zip(self.cuts, self.places, strict=True):
+            if cut not in wanted:
+                continue
             items, splits, num_tall = cut_for(cut)
             chunks = num_requests * cut.chunks
             fill(values[splits_place:], splits, 2 * num_requests * cut.length)
@@ -207,8 +213,8 @@ class GraphState:
                 f"{num} requests of up to {table.shape[1]} pages do not fit the page table of captured steps, "
                 f"which has {self.table_entries} entries; run this batch eagerly"
             )
-        is_plain = batch.decode_len == 1 and batch.kv_lens is None
-        shared = sharing(table, kv_lens, page_size=page_size) if is_plain else []
+        seen, is_plain = self.cuts.seen_by(batch), batch.decode_len == 1 and batch.kv_lens is None
+        shared = sharing(table, kv_lens, page_size=page_size) if is_plain and any(layer.shares for layer in seen) else []
         host = host_ints(self.table_place + table.size, self.buffer.device)
         values, layout = host.numpy(), self.layouts[batch.decode_len]
 
@@ -216,7 +222,7 @@ class GraphState:
             known = cut if batch.kv_lens is None else without_window(cut)
             return self._recently_cut(known, kv_lens, table.shape[1], page_size=page_size, shared=shared)
 
-        layout.fill(values, num, cut_for)
+        layout.fill(values, num, cut_for, seen)
         values[self.table_place :].reshape(table.shape)[:] = table
         self.buffer[: len(values)].copy_(host, non_blocking=True)
 
@@ -255,9 +261,10 @@ class Planner:
         kv_lens = batch.kv_lens_cpu.numpy()
         table, count = used_pages(batch, page_size=self.page_size), batch.num_decode_requests
         columns, packed, length = table.shape[1], Packed(), batch.decode_len
-        cuts = self.cuts.of(length).distinct
+        cuts = self.cuts.seen_by(batch)
         is_plain = length == 1 and batch.kv_lens is None
-        shared = sharing(table[:count], kv_lens[:count], page_size=self.page_size) if is_plain else ()
+        shares = is_plain and any(cut.shares for cut in cuts)
+        shared = sharing(table[:count], kv_lens[:count], page_size=self.page_size) if shares else ()
         splits: dict[DecodeCut, tuple[int, int, int]] = {}
         for cut in {each.decode: None for each in cuts} if count else ():
             if not is_plain:
@@ -294,7 +301,7 @@ class Planner:
         longest = int(q_lens.max(initial=0))
         whole: dict[HeadDims, tuple[Ints, int, Tile]] = {}
         found: dict[TilesKey, tuple[int, int | None, Tile]] = {}
-        for each in self.cuts.of(batch.decode_len).distinct if longest else ():
+        for each in self.cuts.seen_by(batch) if longest else ():
             if each.dims not in whole:
                 tile = prefill_tile(each.dims, self.facts, max_rows=longest * each.dims.group)
                 tiles = tiles_of(q_lens, kv_lens, bases, first_row=first_row, tokens=tile.tokens)

@@ -267,13 +267,15 @@ def split_tiles(tiles: Ints, cut: DecodeCut, tile: Tile, *, most: int) -> TileCu
 
 
 class RecentCut:
-    """The cutting of a captured step, which serves the steps after it while they differ only by some more keys of each request."""
+    """The cutting of a captured step, which serves the steps after it while they differ only by some more keys of each request.
+
+    Where a window moves on, so do all items of its request.
+    """
 
     def __init__(self, kv_lens: Ints, cut: DecodeCut, *, columns: int, page_size: int, shared: Sequence[SharedPrefix]) -> None:
-        self.kv_lens = kv_lens.copy()
-        self.shared = shared
-        self.length = cut.length
-        self.is_reusable = cut.window is None  # with a window the first keys change too
+        self.cut, self.shared = cut, shared
+        self.seen = _seen(kv_lens, cut).copy()  # [B]
+        self.firsts = kv_lens - self.seen
         self.cutting = split_requests(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
         items = self.cutting.items
         self.request, above = np.divmod(items[:, 0], cut.length)
@@ -284,13 +286,23 @@ class RecentCut:
 
     def followed_by(self, kv_lens: Ints, *, columns: int, shared: Sequence[SharedPrefix]) -> bool:
         """Whether it serves these lengths, and if so, now has them."""
-        if not self.is_reusable or len(kv_lens) != len(self.kv_lens) or shared != self.shared:
+        if len(kv_lens) != len(self.seen) or shared != self.shared:
             return False
-        more = kv_lens - self.kv_lens
-        if int(more.min(initial=0)) < 0 or int(more.max(initial=0)) > RECUT_KEYS:
+        seen, length = _seen(kv_lens, self.cut), self.cut.length
+        more = seen - self.seen
+        most = RECUT_KEYS if self.cut.window is None or length == 1 else 0  # rows whose window is not full yet begin alike
+        if int(more.min(initial=0)) < 0 or int(more.max(initial=0)) > most:
             return False
-        items = self.cutting.items
+        items, firsts = self.cutting.items, kv_lens - seen
+        if self.cut.window is not None:
+            items[:, 2:4] += (firsts - self.firsts)[self.request, None]
+            self.firsts = firsts
         items[:, 1], items[self.last, 3] = self.request * columns, kv_lens[self.last_request] - self.behind
-        if self.length > 1:
-            items[:, 6] = kv_lens[self.request] - self.length + items[:, 0] % self.length
+        if length > 1:
+            items[:, 6] = kv_lens[self.request] - length + items[:, 0] % length
         return True
+
+
+def _seen(kv_lens: Ints, cut: DecodeCut) -> Ints:
+    """How many keys the rows of each request see, of one or the other: [B]."""
+    return kv_lens if cut.window is None else np.minimum(kv_lens, cut.window + cut.length - 1)

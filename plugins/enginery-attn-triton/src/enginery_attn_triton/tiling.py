@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.api import AttnLayerFacts
+from enginery.api import FULL, AttnLayerFacts, ForwardBatch
 from enginery_attn_triton.spec import WORKSPACE_BYTES
 
 SMALL_TILE: Final = 16  # rows; the least that a matrix unit takes
@@ -245,8 +245,9 @@ class DecodeCut:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCut:
-    """All of one layer that planning needs."""
+    """All of one layer that planning needs. kind: of memory that it is in."""
 
+    kind: str
     dims: HeadDims
     decode: DecodeCut
     decode_tile: Tile
@@ -254,7 +255,7 @@ class LayerCut:
     chained: bool
 
     @classmethod
-    def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device, length: int = 1) -> LayerCut:
+    def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device, length: int = 1, kind: str = FULL) -> LayerCut:
         """A request of n items adds n - 1 to `extra` and has n parts for each row of an item, so without sharing there are at most
         2 extra together parts. length: rows of a request, which verify drafts where there are several."""
         dims = HeadDims.of(facts, itemsize)
@@ -282,7 +283,12 @@ class LayerCut:
             few=few,
             few_wave=min(wave, max(1, FEW_RESIDENT[dims.main] * device.num_units // programs)) if few else 0,
         )
-        return cls(dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
+        return cls(kind=kind, dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
+
+    @property
+    def shares(self) -> bool:
+        """Whether keys that decoding requests share may be read once."""
+        return max(self.decode.together, self.decode.tall_together) > 1
 
     @property
     def workspace_bytes(self) -> int:
@@ -301,21 +307,28 @@ class ModelCuts(NamedTuple):
 class LayerCuts:
     """Of a model's layers, for any number of rows that decoding requests have; made when they are first asked for."""
 
-    def __init__(self, layers: Sequence[AttnLayerFacts], *, itemsize: int, device: Device) -> None:
+    def __init__(self, layers: Sequence[AttnLayerFacts], *, itemsize: int, device: Device, kinds: Sequence[str] = ()) -> None:
+        """kinds: of memory that each layer is in; none: all are in full pages."""
         self._layers, self._itemsize, self._device = tuple(layers), itemsize, device
+        self._kinds = tuple(kinds) or (FULL,) * len(self._layers)
         self._made: dict[int, ModelCuts] = {}
 
     def of(self, length: int) -> ModelCuts:
         """For requests of so many rows."""
         if length not in self._made:
             distinct = dict[LayerCut, LayerCut]()  # layers whose cuts are equal have the same
-            cuts = [None if facts.recurrent is not None else self._of(facts, length) for facts in self._layers]
+            of_kinds = zip(self._layers, self._kinds, strict=True)
+            cuts = [None if facts.recurrent is not None else self._of(facts, length, kind) for facts, kind in of_kinds]
             layers = tuple(None if cut is None else distinct.setdefault(cut, cut) for cut in cuts)
             self._made[length] = ModelCuts(layers, tuple(distinct), max((cut.workspace_bytes for cut in distinct), default=0))
         return self._made[length]
 
-    def _of(self, facts: AttnLayerFacts, length: int) -> LayerCut:
-        return LayerCut.of(facts, itemsize=self._itemsize, device=self._device, length=length)
+    def seen_by(self, batch: ForwardBatch) -> tuple[LayerCut, ...]:
+        """The distinct ones of layers whose memory the batch has a view of: others are a backend's for another kind."""
+        return tuple(cut for cut in self.of(batch.decode_len).distinct if cut.kind in batch.views)
+
+    def _of(self, facts: AttnLayerFacts, length: int, kind: str) -> LayerCut:
+        return LayerCut.of(facts, itemsize=self._itemsize, device=self._device, length=length, kind=kind)
 
 
 def part_bytes(dims: HeadDims) -> int:

@@ -202,6 +202,7 @@ class OpTable:
     of MLA, in place: RMSNorm of each latent's first R dims, rotation of its last P and of those of each query head; then latents,
     which may be of another dtype there, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
+    gated_gelu(x [N, 2C]), of 2.7: the same with the approximation of GELU by tanh, as Gemma has it.
     gated_sigmoid(x [N, C], gate [N, C]): x * sigmoid(gate); the gates' rows may be any distance apart.
     route(logits [T, E], bias [E] float32 or None, routing): the experts of each token, scored in float32. The bias counts in the
     choice of groups and experts, not in the weights (DeepSeek-V3). Logits of a shorter type are widened before a plugin has them,
@@ -230,6 +231,7 @@ class OpTable:
     qk_norm_rotary_write: QKNormRotaryWriteFn
     latent_norm_rotary_write: LatentNormRotaryWriteFn
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
+    gated_gelu: Callable[[torch.Tensor], torch.Tensor]
     gated_sigmoid: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     route: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
     route_gated: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]

@@ -176,7 +176,7 @@ def _latent_norm_rotary_write(op: OpFn, given: Inputs, *, rows: int, heads: int,
     return {"queries": q, "stored": stored}
 
 
-def _gated_silu(op: OpFn, given: Inputs, *, rows: int, size: int, gates: float = 1.0) -> Results:
+def _gated_halves(op: OpFn, given: Inputs, *, rows: int, size: int, gates: float = 1.0) -> Results:
     scale = torch.tensor([gates] * (size + 8) + [1.0] * size)
     return {"returned": op(given.randn(rows, 2 * size + 8, scale=scale)[:, 8:])}
 
@@ -266,6 +266,9 @@ _ROUTINGS: Final = (
 )
 
 # The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
+_GATED_HALVES: Final = _cases(_gated_halves, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64), (257, 24)) + _cases(
+    _gated_halves, "rows size gates", (5, 512, 60.0)
+)
 OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
     "embed": _cases(_embed, "rows size num_ids", (40, 16, 3), (97, 768, 33), (8, 17, 1), (8, 64, 0)),
     "bind_linear": _cases(
@@ -314,8 +317,8 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         "rows heads dims",
         *((2, 4, (32, 16, 32)), (9, 16, (512, 64, 128)), (1, 1, (64, 8, 24)), (0, 4, (32, 16, 32))),
     ),
-    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64), (257, 24))
-    + _cases(_gated_silu, "rows size gates", (5, 512, 60.0)),
+    "gated_silu": _GATED_HALVES,
+    "gated_gelu": _GATED_HALVES,
     "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64), (257, 24))
     + _cases(_gated_sigmoid, "rows size gates", (5, 512, 60.0)),
     "route": _cases(

@@ -31,6 +31,7 @@ def reference_ops() -> OpTable:
         qk_norm_rotary_write=qk_norm_rotary_write,
         latent_norm_rotary_write=latent_norm_rotary_write,
         gated_silu=gated_silu,
+        gated_gelu=gated_gelu,
         gated_sigmoid=gated_sigmoid,
         route=route,
         route_gated=route_gated,
@@ -159,6 +160,12 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate (arXiv:2002.05202): [T, 2I], the gates before the ups, to [T, I]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gated_gelu(x: torch.Tensor) -> torch.Tensor:
+    """The same with GELU by tanh (arXiv:1606.08415)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def gated_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

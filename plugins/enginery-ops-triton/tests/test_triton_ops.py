@@ -69,11 +69,12 @@ def test_an_embedding_is_the_rows_of_its_table(dtype: torch.dtype, tokens: int, 
     ("dtype", DTYPES),
     ("shape", [(0, 64), (1, 6144), (33, 34), (3, 2, 1536)]),
     ("strided", [False, True]),
+    ("op", ["gated_silu", "gated_gelu"]),
 )
-def test_gated_silu_equals_the_reference(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, device: str) -> None:
+def test_gated_halves_equal_the_reference(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, op: str, device: str) -> None:
     torch.manual_seed(0)
     x = random(*shape, dtype=dtype, device=device, scale=3)
-    close(ops(device).gated_silu(part_of_wider(x) if strided else x), reference_ops.gated_silu(x))
+    close(getattr(ops(device), op)(part_of_wider(x) if strided else x), getattr(reference_ops, op)(x))
 
 
 @pytest.mark.gpu

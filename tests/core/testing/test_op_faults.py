@@ -72,6 +72,17 @@ def silu_of_small_gates(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate.clamp(max=8)) * up
 
 
+def gelu_by_erf(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def gelu_by_exp(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    grown = (2 * 0.7978845608028654 * (gate + 0.044715 * gate**3)).exp()
+    return gate * grown / (1 + grown) * up
+
+
 def gating_last(x, gate, weight, eps, gating, gate_first) -> torch.Tensor:
     return reference_ops.gated_group_norm(x, gate, weight, eps, gating, False)
 
@@ -124,6 +135,8 @@ def overflowing_write(qkv, weight, eps, cos_sin, *, keys, values, slots) -> None
         ("gated_silu", silu_of_few_rows, "rows 257, ", "wrong numbers"),
         ("gated_silu", silu_by_exp, "gates 60.0, ", "NaN"),
         ("gated_silu", silu_of_small_gates, "gates 60.0, ", "wrong numbers"),
+        ("gated_gelu", gelu_by_erf, "rows 5, size 768", "wrong numbers"),
+        ("gated_gelu", gelu_by_exp, "gates 60.0, ", "NaN"),
         ("gated_sigmoid", sigmoid_by_exp, "gates 60.0, ", "NaN"),
         ("sample_rows", keeping(1, "sample_rows"), "place 0.01, ", "wrong numbers"),
         ("sample_rows", keeping(1, "sample_rows"), "place 0.99, ", "wrong numbers"),

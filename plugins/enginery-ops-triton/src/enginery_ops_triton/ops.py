@@ -289,16 +289,24 @@ class TritonOps:
 
     def gated_silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half."""
+        return self._gated_halves(x, gelu=False)
+
+    def gated_gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """The same with GELU by tanh."""
+        return self._gated_halves(x, gelu=True)
+
+    def _gated_halves(self, x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         rows = _rows(x)
         num_rows, columns = rows.shape[0], rows.shape[1] // 2
         out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
         block = min(GATE_BLOCK, next_power_of_2(columns))
-        activation.gated_silu[(num_rows, -(-columns // block))](
+        activation.gated_halves[(num_rows, -(-columns // block))](
             rows,
             out,
             rows.stride(0),
             COLUMNS=columns,
             BLOCK=block,
+            GELU=gelu,
             CHAINED=self.dependent_launch,
             num_warps=4,
             launch_pdl=self.dependent_launch,

@@ -49,6 +49,7 @@ PROVIDES = (
     "qk_norm_rotary_write",
     "latent_norm_rotary_write",
     "gated_silu",
+    "gated_gelu",
     "gated_sigmoid",
     "route",
     "route_gated",
@@ -79,7 +80,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 6),
+    api=(2, 7),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

@@ -1,9 +1,10 @@
-"""Gates: SwiGLU's, and that of attention's output."""
+"""Gates: those of MLPs, and that of attention's output."""
 
 from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from enginery_ops_triton.kernels.gates import ROOT_2_BY_PI
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import round_to
 
@@ -17,10 +18,26 @@ def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @kernel
-def gated_silu(
-    x: tl.tensor, out: tl.tensor, x_stride: int, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+def gelu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """The same with GELU by tanh: (1 + tanh(z)) / 2 is 1 / (1 + exp(-2 z)), by an exponential that cannot overflow."""
+    wide = gate.to(tl.float32)
+    twice = 2.0 * ROOT_2_BY_PI * (wide + 0.044715 * wide * wide * wide)
+    small = tl.exp(-tl.abs(twice))
+    gelu = round_to(wide * tl.where(twice < 0.0, small, 1.0) / (1.0 + small), gate.dtype)
+    return round_to(gelu.to(tl.float32) * up.to(tl.float32), gate.dtype)
+
+
+@kernel
+def gated_halves(
+    x: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
-    """x: [N, 2 COLUMNS] with its row stride; out: [N, COLUMNS] contiguous."""
+    """x: [N, 2 COLUMNS] with its row stride; out: [N, COLUMNS] contiguous. GELU by tanh, or SiLU."""
     release_successor(CHAINED)
     wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +46,8 @@ def gated_silu(
     at = x + row * x_stride + column
     gate = tl.load(at, mask=inside, other=0.0)
     up = tl.load(at + COLUMNS, mask=inside, other=0.0)
-    tl.store(out + row * COLUMNS + column, silu_times(gate, up), mask=inside)
+    made = gelu_times(gate, up) if GELU else silu_times(gate, up)
+    tl.store(out + row * COLUMNS + column, made, mask=inside)
 
 
 @kernel

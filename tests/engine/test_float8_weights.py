@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from enginery import LLM
 from enginery.api import (
@@ -16,6 +16,8 @@ from enginery.api import (
     ExpertNames,
     ExpertsShape,
     FormatNeeds,
+    Linear,
+    LinearFn,
     LinearShape,
     ParallelFacts,
     Routed,
@@ -28,7 +30,7 @@ from enginery.api import (
 from enginery.checkpoint.files import scan_checkpoint
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import REFERENCE_SCHEMES, reference_ops
-from enginery.nn.stored import spread
+from enginery.nn.stored import FLOAT8_BLOCKS, spread
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.testing.fixtures import TINY_CONFIG, write_tiny_checkpoint
@@ -120,6 +122,57 @@ def test_ranks_cut_between_blocks_and_inside_of_them(tmp_path: Path, cut: Cut, r
     mine = made.plain["a"].chunk(2, dim=0 if cut is Cut.ROWS else 1)[rank]
     x = torch.randn(3, mine.shape[1])
     torch.testing.assert_close(linear(x), x @ mine.T)
+
+
+@pytest.mark.parametrize(("cut", "rank"), [(Cut.NONE, 0), (Cut.ROWS, 1), (Cut.COLUMNS, 0), (Cut.COLUMNS, 1)])
+def test_products_are_multiplied_as_they_are_bound_and_biases_by_what_is_behind_them(tmp_path: Path, cut: Cut, rank: int) -> None:
+    """The bias of a partial sum is one rank's."""
+    made = Checkpoint(tmp_path, {"a": torch.randn(200, 300)}, b=torch.randn(8, 300))
+    biases, file = {"a": torch.randn(200), "b": torch.randn(8)}, tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{name}.bias": bias for name, bias in biases.items()}, file)
+    factors = {"a": 0.5, "b": 3.0}
+    shape = LinearShape(
+        names=("a", "b"),
+        rows=(200, 8),
+        columns=300,
+        cut=cut,
+        bias=True,
+        factor=tuple(factors.values()),
+        input_factor=0.25,
+        complete=False,
+    )
+    linear = made.read(lambda weights: weights.linear(shape), ParallelFacts(tensor_rank=rank, tensor_size=2))
+    x = torch.randn(3, 150 if cut is Cut.COLUMNS else 300)
+    expected = []
+    for name, factor in factors.items():
+        weight, bias = made.plain[name], biases[name]
+        if cut is Cut.ROWS:
+            weight, bias = weight.chunk(2)[rank], bias.chunk(2)[rank]
+        elif cut is Cut.COLUMNS:
+            weight, bias = weight.chunk(2, dim=1)[rank], bias * (rank == 0)
+        expected.append(factor * (0.25 * x @ weight.T + bias))
+    torch.testing.assert_close(linear(x), torch.cat(expected, dim=1))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_stored_product_that_is_multiplied_becomes_plain(tmp_path: Path, factor: float) -> None:
+    """What a format stores has no place for the factor of a row."""
+    made, given = Checkpoint(tmp_path, {"a": torch.randn(200, 300)}), []
+
+    def ask(weights: RankWeights) -> Linear:
+        def bind_linear(weight: torch.Tensor | StoredWeight, bias: torch.Tensor | None) -> LinearFn:
+            given.append(type(weight))
+            return bind(weight, bias)
+
+        setting = weights.matrices.setting
+        bind, ops = setting.ops.bind_linear, dataclasses.replace(setting.ops, bind_linear=bind_linear)
+        setting = dataclasses.replace(setting, ops=ops, kept={"bind_linear": frozenset({FLOAT8_BLOCKS})})
+        shape = LinearShape(names=("a",), rows=(200,), columns=300, factor=factor)
+        return RankWeights(Matrices(weights.matrices.store, setting)).linear(shape)
+
+    linear, x = made.read(ask), torch.randn(3, 300)
+    torch.testing.assert_close(linear(x), factor * x @ made.plain["a"].T)
+    assert given[-1] is (StoredWeight if factor == 1.0 else torch.Tensor)
 
 
 def experts_of(inner: int) -> ExpertsShape:

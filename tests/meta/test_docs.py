@@ -214,6 +214,7 @@ def test_the_page_about_versions_states_those_of_the_groups() -> None:
         HookGroup.ATTN_BACKEND: "The group of attention backends",
         HookGroup.EXECUTOR: "The executor group",
         HookGroup.GRAMMAR: "The group of grammars",
+        HookGroup.MODEL: "The group of models",
         HookGroup.OP: "The group of operations",
         HookGroup.PARSER: "The group of parsers",
         HookGroup.SCHEDULE_POLICY: "The group of schedule policies",

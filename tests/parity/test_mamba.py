@@ -45,6 +45,7 @@ FACTORS = dict(
     mlp_multipliers=[0.9, 1.1],
     ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
 )
+BIASED = dict(mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True)
 NEMOTRON = {key: value for key, value in shape().items() if key != "num_hidden_layers"} | dict(
     head_dim=16,
     ssm_state_size=24,
@@ -64,7 +65,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "bamba": BambaConfig(**shape(attn_layer_indices=[2], attention_bias=True, **MIXER)),
     "falcon_h1": FalconH1Config(**shape(mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False, **MIXER, **FACTORS)),
     "falcon_h1_norm_first": FalconH1Config(**shape(mamba_d_ssm=128, mamba_rms_norm=True, projectors_bias=True, **MIXER)),
-    "falcon_h1_no_norm": FalconH1Config(**shape(mamba_d_ssm=128, **MIXER, **FACTORS)),
+    "falcon_h1_no_norm": FalconH1Config(**shape(mamba_d_ssm=128, **BIASED, **MIXER, **FACTORS)),
     "granite": GraniteMoeHybridConfig(**shape(num_local_experts=0, position_embedding_type="rope", **MIXER, **GRANITE)),
     "granite_moe": GraniteMoeHybridConfig(
         **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE),

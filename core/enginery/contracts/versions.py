@@ -33,6 +33,7 @@ CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGro
     HookGroup.ATTN_BACKEND: (2, 1),
     HookGroup.EXECUTOR: (2, 2),
     HookGroup.GRAMMAR: (2, 1),
+    HookGroup.MODEL: (2, 1),
     HookGroup.OP: (2, 7),
     HookGroup.PARSER: (2, 2),
     HookGroup.SCHEDULE_POLICY: (2, 1),

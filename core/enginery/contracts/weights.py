@@ -57,11 +57,12 @@ class LinearPart:
     unit: int
     bias: bool
     order: RowOrder | None
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """y = x W^T + b, W [sum of rows, columns], stacked from one or more modules of the checkpoint.
+    """y = f (x (g W)^T + b), W [sum of rows, columns], stacked from one or more modules of the checkpoint.
 
         LinearShape(names=("q_proj", "k_proj", "v_proj"), rows=(H * D, K * D, K * D), columns=C, cut=Cut.ROWS, unit=D)
         LinearShape(names=("gate_up_proj",), rows=(I, I), columns=C, cut=Cut.ROWS)    # packed: each part is cut by itself
@@ -73,7 +74,8 @@ class LinearShape:
     rows (or columns); where there are fewer units than ranks, as of KV heads, several ranks have the same one. complete: of
     COLUMNS, whether the sum over ranks is taken here; if not, the caller takes it, with `Collectives.add_rms_norm`. padded: rows
     that the ranks cannot share evenly are filled up with zeros, for a head whose columns `Collectives.gather_columns` cuts off
-    again. cut, unit, bias, order: one for all parts, or one each.
+    again. factor: f; input_factor: g; both are taken into what is bound. cut, unit, bias, order, factor: one for all parts, or one
+    each.
     """
 
     names: tuple[str, ...]
@@ -83,18 +85,26 @@ class LinearShape:
     unit: int | tuple[int, ...] = 1
     bias: bool | tuple[bool, ...] = False
     order: RowOrder | tuple[RowOrder | None, ...] | None = None
+    factor: float | tuple[float, ...] = 1.0
+    input_factor: float = 1.0
     complete: bool = True
     padded: bool = False
 
     def __post_init__(self) -> None:
         if len(self.names) not in (1, len(self.rows)):
             raise ValueError(f"a product has one name, or one for each of its parts: {self.names=}, {self.rows=}")
-        for field in ("cut", "unit", "bias", "order"):
+        for field in ("cut", "unit", "bias", "order", "factor"):
             value = vars(self)[field]
             if isinstance(value, tuple) and len(value) != len(self.rows):
                 raise ValueError(f"{field} must be one value, or one for each part: {field}={value}, {self.rows=}")
         if Cut.COLUMNS in (cuts := {part.cut for part in self.parts}) and len(cuts) > 1:
             raise ValueError(f"all parts of a product have the same columns: they are all cut by columns or none is: {self.cut=}")
+
+    @property
+    def changes(self) -> bool:
+        """Whether rows are filled up, put in another order or multiplied, which plain numbers alone can be."""
+        moved = any(part.order is not None or part.factor != 1.0 for part in self.parts)
+        return self.padded or self.input_factor != 1.0 or moved
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
@@ -112,6 +122,7 @@ class LinearShape:
                 unit=_each(self.unit, count)[index],
                 bias=_each(self.bias, count)[index],
                 order=_each(self.order, count)[index],
+                factor=_each(self.factor, count)[index],
             )
             for index, rows in enumerate(self.rows)
         )

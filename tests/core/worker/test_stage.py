@@ -156,6 +156,7 @@ def test_a_product_has_a_value_for_all_parts_or_one_for_each() -> None:
     [
         ({"names": ("a", "b", "c")}, "one name, or one for each of its parts"),
         ({"unit": (1, 2, 3)}, "unit must be one value, or one for each part"),
+        ({"factor": (1.0,)}, "factor must be one value, or one for each part"),
         ({"cut": (Cut.COLUMNS, Cut.NONE)}, "all cut by columns or none is"),
     ],
 )

@@ -9,7 +9,7 @@ R ranks, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,7 +101,7 @@ class RankWeights:
         lengths = self._lengths(shape, ranges)
         weight, bias = self._product_weight(shape, ranges), self._bias(shape, ranges)
         if isinstance(weight, torch.Tensor):
-            weight = _placed(weight, parts, lengths)
+            weight = _placed(weight, parts, lengths, input_factor=shape.input_factor)
         is_partial = parts[0].cut is Cut.COLUMNS and setting.parallel.tensor_size > 1
         if bias is not None:
             bias = None if is_partial and setting.parallel.tensor_rank else _placed(bias, parts, lengths)  # one rank adds it
@@ -136,15 +136,14 @@ class RankWeights:
         return self.matrices.share(part.rows, unit=part.unit, what=f"the output of {self.prefix}{part.name}", repeats=True)
 
     def _product_weight(self, shape: LinearShape, ranges: Sequence[Range]) -> torch.Tensor | StoredWeight:
-        """[sum of rows, columns]; only plain numbers are padded or put in another order."""
+        """[sum of rows, columns]; plain, if rows are not to be bound as they are."""
         modules, columns = [self.prefix + part.name for part in shape.parts], self._columns(shape)
         places = [(part.first_row + start, length) for part, (start, length) in zip(shape.parts, ranges, strict=True)]
         whole = {module: (part.packed_rows, shape.columns) for module, part in zip(modules, shape.parts, strict=True)}
         joined = merged(list(zip(modules, places, strict=True)))
         slices = [self.matrices.matrix(module, whole[module], rows, columns) for module, rows in joined]
         scheme = self.matrices.common_scheme(modules)
-        moved = shape.padded or any(part.order is not None for part in shape.parts)
-        stays = not moved and scheme in self.matrices.setting.kept.get("bind_linear", ())
+        stays = not shape.changes and scheme in self.matrices.setting.kept.get("bind_linear", ())
         return self.matrices.stack(slices, stays=scheme if stays else None)
 
     def _bias(self, shape: LinearShape, ranges: Sequence[Range]) -> torch.Tensor | None:
@@ -165,8 +164,9 @@ class RankWeights:
         return torch.cat([next(given) if part.bias else taken.new_zeros(length) for part, (_, length) in pairs])
 
 
-def _placed(rows: torch.Tensor, parts: Iterable[LinearPart], lengths: Sequence[int]) -> torch.Tensor:
-    """[rows, ..] with zeros at the end up to all lengths, and each part's rows in its `RowOrder`: a copy, if that changes it."""
+def _placed(rows: torch.Tensor, parts: Sequence[LinearPart], lengths: Sequence[int], *, input_factor: float = 1.0) -> torch.Tensor:
+    """[rows, ..] with zeros at the end up to all lengths, and each part's rows in its `RowOrder` and times factors: a copy, if that
+    changes it."""
     missing = sum(lengths) - rows.shape[0]
     if missing:
         rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
@@ -179,4 +179,9 @@ def _placed(rows: torch.Tensor, parts: Iterable[LinearPart], lengths: Sequence[i
             places = (places.view(-1, size)[:, :1] + torch.tensor(part.order.places)).view(-1)
         index.append(start + places)
         start += length
-    return rows.index_select(0, torch.cat(index).to(rows.device)) if moved else rows
+    rows = rows.index_select(0, torch.cat(index).to(rows.device)) if moved else rows
+    factors = torch.tensor([part.factor * input_factor for part in parts]).repeat_interleave(torch.tensor(lengths))
+    if rows.is_meta or bool((factors == 1.0).all()):  # the product of what is meta imports torch._dynamo, for seconds
+        return rows
+    factors = factors.view(-1, *(1,) * (rows.dim() - 1)).to(rows.device)
+    return torch.mul(rows, factors, out=torch.empty_like(rows))  # rounded once

@@ -40,7 +40,7 @@ def register_models() -> list[ModelSpec]:
     return [
         ModelSpec(
             name=name,
-            api=(2, 0),
+            api=(2, 1),
             architectures=(architecture,),
             describe=family.describe,
             build=family.build,

@@ -129,6 +129,7 @@ class Mamba2Mixer:
                 cut=Cut.ROWS,
                 unit=(of.value_dim, of.value_dim, of.key_dim, of.key_dim, 1),
                 bias=shape.bias,
+                factor=shape.multipliers,
             )
         )
         self.sizes = (facts.value_heads * facts.value_dim, facts.mixed_width, facts.gates_width)
@@ -143,18 +144,11 @@ class Mamba2Mixer:
         if shape.has_norm:
             sizes = {"size": inner, "groups": of.key_heads, "unit": of.value_dim}
             self.norm = GroupedNorm(context, weights, "norm", **sizes, eps=shape.eps)
-        self.multipliers: torch.Tensor | None = None
-        if shape.multipliers is not None:
-            widths = torch.tensor(self.projected.rows)
-            self.multipliers = torch.tensor(shape.multipliers).repeat_interleave(widths).to(context.device, context.dtype)
         self.advance = context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
-        projected = self.projected(x)
-        if self.multipliers is not None:
-            projected = projected * self.multipliers
-        z, mixed, gates = torch.split(projected, list(self.sizes), dim=-1)
+        z, mixed, gates = torch.split(self.projected(x), list(self.sizes), dim=-1)
         out = torch.empty((len(x), self.facts.value_heads, self.facts.value_dim), dtype=x.dtype, device=x.device)
         self.advance(mixed, gates, self.spec, batch, out)
         return self.out(self._gated(out.view(z.shape), z))

@@ -47,7 +47,7 @@ class MixerShape:
     eps: float
     has_norm: bool = True
     gate_first: bool = True
-    multipliers: tuple[float, ...] | None = None
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     @property
     def inner_size(self) -> int:

@@ -74,19 +74,16 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def read_falcon_mixer(config: Mapping[str, Any]) -> MixerShape:
-    """Its mixer, whose input has a factor too: without a bias that is one of what `in_proj` gives.
+    """Its mixer, with the factors of what `in_proj` gives.
 
     `mamba_norm_before_gate` that is null means false, as in transformers.
     """
     whole = _complete(config)
-    plain, factor = read_mixer(whole, KEYS), float(whole["ssm_in_multiplier"])
-    if plain.bias and factor != 1.0:
-        raise CheckpointError("config.json has mamba_proj_bias and ssm_in_multiplier, which are not served together")
     return dataclasses.replace(
-        plain,
+        read_mixer(whole, KEYS),
         has_norm=bool(whole["mamba_rms_norm"]),
         gate_first=not config.get("mamba_norm_before_gate", True),
-        multipliers=tuple(float(each) * factor for each in whole["ssm_multipliers"]),
+        multipliers=tuple(map(float, whole["ssm_multipliers"])),
     )
 
 
@@ -101,31 +98,35 @@ def build(context: ModelContext) -> Model:
     from enginery.nn.attention import SelfAttention
     from enginery.nn.decoder import DecoderLayer
     from enginery_model_mamba.blocks import HybridDecoder, Mamba2Mixer
-    from enginery_model_mamba.feed_forwards import ScaledMLP, SideBySide
+    from enginery_model_mamba.factors import Multiplied
+    from enginery_model_mamba.feed_forwards import SideBySide, plain_mlp
 
     config, mixer_shape = _complete(context.config), read_falcon_mixer(context.config)
+    gate_factor, down_factor = config["mlp_multipliers"]
+    factors = {
+        "out_proj": float(config["ssm_out_multiplier"]),
+        "o_proj": float(config["attention_out_multiplier"]),
+        "gate_proj": float(gate_factor),
+        "down_proj": float(down_factor),
+    }
+    inputs = {"in_proj": float(config["ssm_in_multiplier"]), "q_proj": float(config["attention_in_multiplier"])}
 
     def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
-        scale = shape.attention_scale
+        scale, multiplied = shape.attention_scale, Multiplied(weights, factors, inputs=inputs)
         assert scale is not None, "it is stated"
         first, second = context.stage.specs(index, scale=scale)
-        mixer = Mamba2Mixer(context, weights.scope("mamba"), spec=dataclasses.replace(first, scale=1.0), shape=mixer_shape)
+        first = dataclasses.replace(first, scale=1.0)
+        mixer = Mamba2Mixer(context, multiplied.scope("mamba"), spec=first, shape=mixer_shape)
         attention = SelfAttention(
             context,
-            weights.scope("self_attn"),
+            multiplied.scope("self_attn"),
             spec=second,
             qkv_bias=shape.qkv_bias,
             out_bias=shape.out_bias,
             qk_norm_eps=None,
         )
-        block = SideBySide(
-            mixer,
-            attention,
-            attention_in=float(config["attention_in_multiplier"]),
-            factors=(float(config["ssm_out_multiplier"]), float(config["attention_out_multiplier"])),
-        )
-        mlp = ScaledMLP(context, weights.scope("feed_forward"), shape=shape, factors=config["mlp_multipliers"])
-        return DecoderLayer(context, weights, shape=shape, attention=block, mlp=mlp)
+        mlp = plain_mlp(context, multiplied, shape=shape)
+        return DecoderLayer(context, weights, shape=shape, attention=SideBySide(mixer, attention), mlp=mlp)
 
     scale = float(config["lm_head_multiplier"])
     return HybridDecoder(context, shape(context.config), layer=layer, names=NAMES, logit_scale=scale)

@@ -93,9 +93,14 @@ def _experts(config: Mapping[str, Any]) -> MixtureShape | None:
         layers=frozenset(range(whole_number(config, "num_hidden_layers"))),
         num_experts=whole_number(config, "num_local_experts"),
         inner_size=whole_number(config, "intermediate_size"),
-        routing=Routing(top_k=whole_number(config, "num_experts_per_tok"), renormalise=True),
+        routing=Routing(top_k=whole_number(config, "num_experts_per_tok"), renormalise=True, scale=_residual_factor(config)),
         names=EXPERTS,
     )
+
+
+def _residual_factor(config: Mapping[str, Any]) -> float:
+    """What Granite multiplies a block's output by before it is added; taken into its last product, or the experts' weights."""
+    return float(config.get("residual_multiplier", 1.0)) if _is_granite(config) else 1.0
 
 
 def rotates(config: Mapping[str, Any]) -> bool:
@@ -129,13 +134,15 @@ def build(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery.nn.decoder import AttentionBlock, DecoderLayer, layer_attention
     from enginery_model_mamba.blocks import HybridDecoder, Mamba2Mixer
-    from enginery_model_mamba.feed_forwards import ScaledAttention, plain_mlp, shared_mlp
+    from enginery_model_mamba.factors import Multiplied
+    from enginery_model_mamba.feed_forwards import plain_mlp, shared_mlp
 
     config = _complete(context.config)
     mixer, granite = read_mixer(config, KEYS), _is_granite(config)
-    factor = float(config.get("residual_multiplier", 1.0)) if granite else 1.0
+    factors = dict.fromkeys(("o_proj", "out_proj", "output_linear"), _residual_factor(config))
 
     def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
+        weights = Multiplied(weights, factors)
         block: AttentionBlock
         if context.stage.spec(index, scale=1.0).facts.recurrent is not None:
             block = Mamba2Mixer(context, weights.scope("mamba"), spec=context.stage.spec(index, scale=1.0), shape=mixer)
@@ -144,7 +151,7 @@ def build(context: ModelContext) -> Model:
         if not granite:
             return DecoderLayer(context, weights, shape=shape, attention=block, mlp=plain_mlp(context, weights, shape=shape))
         mlp = shared_mlp(context, weights, shape=shape, shared_size=config["shared_intermediate_size"], names=SHARED_NAMES)
-        return DecoderLayer(context, weights, shape=shape, attention=ScaledAttention(block, factor), mlp=lambda x: mlp(x) * factor)
+        return DecoderLayer(context, weights, shape=shape, attention=block, mlp=mlp)
 
     scale = 1.0 / float(config.get("logits_scaling", 1.0)) if granite else 1.0
     names = {} if granite else BAMBA_NAMES

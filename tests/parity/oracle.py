@@ -267,7 +267,7 @@ def randomise(model: torch.nn.Module) -> None:
             elif "embed_tokens" in name:
                 parameter.copy_(noise * (0.25 / math.sqrt(parameter.shape[1]) if tied else 1.0))
             else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1] or 1))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

@@ -28,14 +28,14 @@ def routed_experts(
 def shared_mlp(
     context: ModelContext, weights: WeightSource, *, shape: DecoderShape, shared_size: int, names: Mapping[str, str]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Granite's MLP that every token has, `shared_mlp`, and experts where there are some. names: see `Renamed`."""
+    """Granite's MLP that every token has, `shared_mlp`, and experts; one of the two may be missing. names: see `Renamed`."""
+    experts = shape.experts and routed_experts(context, weights, experts=shape.experts, router="router.layer")
+    if experts and not shared_size:
+        return experts
     shared = GatedMLP(
         context, Renamed(weights.scope("shared_mlp"), names), intermediate_size=shared_size, bias=False, packed="input_linear"
     )
-    if shape.experts is None:
-        return shared
-    experts = routed_experts(context, weights, experts=shape.experts, router="router.layer")
-    return lambda x: experts(x).add_(shared(x))
+    return (lambda x: experts(x).add_(shared(x))) if experts else shared
 
 
 class SideBySide:

@@ -13,7 +13,8 @@ FAMILIES = {
     "qwen3.5-moe": MOE_35,
 }
 OF_35 = ("mtp.*", "model.visual.*", "lm_head.weight")  # a head that is asked for is not ignored: one of a tied model is
-IGNORED = {"qwen3-next": ("mtp.*",), "qwen3.5": OF_35, "qwen3.5-moe": OF_35}
+GATE = "*.mlp.shared_expert_gate.weight"  # asked for but beside a shared expert of size 0, which transformers gives one
+IGNORED = {"qwen2-moe": (GATE,), "qwen3-next": ("mtp.*", GATE), "qwen3.5": OF_35, "qwen3.5-moe": (*OF_35, GATE)}
 
 
 @hookimpl

@@ -103,7 +103,7 @@ def _shape_35(config: Mapping[str, Any], *, bias: bool) -> DecoderShape:
     config, experts = {**(NEXT_DEFAULTS if has_experts else DENSE_35_DEFAULTS), **config}, None
     if has_experts:
         shared = int(required(config, "shared_expert_intermediate_size"))
-        config = {**config, "intermediate_size": shared, "norm_topk_prob": True}
+        config = {**config, "intermediate_size": shared or config.get("moe_intermediate_size"), "norm_topk_prob": True}
         experts = _experts(config, shared_size=shared)
     plain = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
     stem = "model.language_model" if "text_config" in config else "model"

@@ -86,8 +86,9 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _experts(config: Mapping[str, Any]) -> MixtureShape | None:
-    """Every layer has them, beside an MLP that every token has; with none of them that MLP is all."""
+    """Every layer has them, beside an MLP that every token has, or of size 0; with none of them that MLP is all."""
     if not config["num_local_experts"]:
+        whole_number(config, "shared_intermediate_size")
         return None
     return MixtureShape(
         layers=frozenset(range(whole_number(config, "num_hidden_layers"))),
@@ -150,7 +151,8 @@ def build(context: ModelContext) -> Model:
             block = layer_attention(context, weights, shape=shape, index=index)
         if not granite:
             return DecoderLayer(context, weights, shape=shape, attention=block, mlp=plain_mlp(context, weights, shape=shape))
-        mlp = shared_mlp(context, weights, shape=shape, shared_size=config["shared_intermediate_size"], names=SHARED_NAMES)
+        size = whole_number(config, "shared_intermediate_size", 0)
+        mlp = shared_mlp(context, weights, shape=shape, shared_size=size, names=SHARED_NAMES)
         return DecoderLayer(context, weights, shape=shape, attention=block, mlp=mlp)
 
     scale = 1.0 / float(config.get("logits_scaling", 1.0)) if granite else 1.0

@@ -105,6 +105,9 @@ def test_flash_has_experts_where_transformers_5_says_so() -> None:
     assert experts.layers == frozenset(range(2, 47))
     with pytest.raises(CheckpointError, match="mlp_layer_types"):
         shape(stated | {"mlp_layer_types": kinds[1:]})
+    experts = shape(stated | {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}).decoder.experts
+    assert experts is not None
+    assert experts.layers == {0}
 
 
 def test_routers_are_read_as_the_model_cards_state_them() -> None:

@@ -84,3 +84,11 @@ def test_layer_types_of_transformers_win_and_its_default_is_another() -> None:
 def test_what_is_not_served_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changed))):
         shape(HUB | changed)
+
+
+def test_a_single_layer_may_have_experts() -> None:
+    """Files of transformers 5 say so by layer, and nothing of how many are dense, which is one by default."""
+    one = {key: value for key, value in HUB.items() if key != "first_k_dense_replace"} | {"num_hidden_layers": 1}
+    experts = shape(one | {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}).decoder.experts
+    assert experts is not None
+    assert experts.layers == {0}

@@ -105,8 +105,9 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
 
 def _experts(config: Mapping[str, Any], *, is_v3: bool) -> MixtureShape | None:
     """By `mlp_layer_types`, as transformers 5 writes GLM-4.7-Flash's, else behind the first `first_k_dense_replace` layers."""
-    experts = read_grouped_experts(config, scoring="sigmoid" if is_v3 else "softmax")
     kinds, count = config.get("mlp_layer_types"), config["num_hidden_layers"]
+    first = {} if kinds is None else {"first_k_dense_replace": 0}  # its default is as many as a model of one layer has
+    experts = read_grouped_experts({**config, **first}, scoring="sigmoid" if is_v3 else "softmax")
     if experts is None or kinds is None:
         return experts
     if len(kinds) != count or set(kinds) - {"dense", "sparse"}:

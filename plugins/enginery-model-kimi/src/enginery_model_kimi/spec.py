@@ -87,9 +87,10 @@ def shape(config: Mapping[str, Any]) -> KimiShape:
     if plain.num_kv_heads != plain.num_heads:
         raise CheckpointError("config.json has num_key_value_heads that differ from num_attention_heads; latents serve every head")
     count = len(plain.windows)
-    experts = read_grouped_experts(config, scoring="sigmoid")
+    sparse = _places(config, "mlp_layer_types", {"dense": False, "sparse": True}, count)
+    first = {} if sparse is None else {"first_k_dense_replace": 0}  # its default is as many as a model of one layer has
+    experts = read_grouped_experts({**config, **first}, scoring="sigmoid")
     if experts is not None:
-        sparse = _places(config, "mlp_layer_types", {"dense": False, "sparse": True}, count)
         experts = dataclasses.replace(experts, names=NAMES, layers=experts.layers if sparse is None else frozenset(sparse))
     stated = config.get("linear_attn_config") or {}
     heads = stated.get("num_heads", config["linear_num_heads"])

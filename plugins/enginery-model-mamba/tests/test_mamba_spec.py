@@ -186,6 +186,30 @@ def test_kv_heads_that_are_null_are_as_many_as_heads(family: Any, config: dict[s
     assert family.shape({key: value for key, value in config.items() if key != "num_key_value_heads"}).num_kv_heads == 8
 
 
+MAMBA2 = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "key"),
+    [
+        (mamba2, MAMBA2, "layer_norm_epsilon"),
+        (lfm2, LFM2, "norm_eps"),
+        (lfm2, LFM2 | {"tie_word_embeddings": False}, "tie_embedding"),
+        (lfm2, LFM2_MOE, "routed_scaling_factor"),
+    ],
+)
+def test_a_key_that_is_null_is_as_one_that_is_left_out(family: Any, config: dict[str, object], key: str) -> None:
+    assert key not in config
+    assert family.shape(config | {key: None}) == family.shape(config)
+    assert family.describe(config | {key: None}) == family.describe(config)
+
+
+def test_lfm2_without_a_factor_does_not_round_the_size_of_its_mlp() -> None:
+    config = LFM2 | {"block_ff_dim": 300}
+    assert lfm2.shape(config | {"block_ffn_dim_multiplier": None}).intermediate_size == 200
+    assert lfm2.shape(config).intermediate_size == 256
+
+
 @pytest.mark.parametrize(
     ("family", "config"),
     [

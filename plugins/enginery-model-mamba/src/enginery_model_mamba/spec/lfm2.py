@@ -21,7 +21,7 @@ from enginery.api import (
     rotating_whole_heads,
     whole_number,
 )
-from enginery_model_mamba.mixers import layer_kinds, memory_of, with_memory
+from enginery_model_mamba.mixers import layer_kinds, memory_of, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery.nn.decoder import DecoderLayer
@@ -37,7 +37,6 @@ DEFAULTS: Final[dict[str, Any]] = {
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
     "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
 # and its Lfm2MoeConfig
@@ -64,7 +63,7 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """With defaults, and without the older spellings. Sizes of the MLP are as they are computed from, beside experts as stated."""
-    whole = {**DEFAULTS, **(MOE if _has_experts(config) else {}), **config}
+    whole = {**DEFAULTS, **(MOE if _has_experts(config) else {}), **stated(config)}
     whole["tie_word_embeddings"] = whole.get("tie_embedding", whole["tie_word_embeddings"])
     whole["intermediate_size"] = whole.get("block_ff_dim", whole["intermediate_size"])
     whole["rms_norm_eps"] = whole["norm_eps"]
@@ -74,9 +73,9 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
         whole["layer_types"] = [ATTENTION if index in attends else CONV for index in range(count)]
     if whole["block_auto_adjust_ff_dim"] and not _has_experts(config):
         inner = 2 * whole_number(whole, "intermediate_size") // 3
-        if whole["block_ffn_dim_multiplier"] is not None:
+        if (factor := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
             multiple = whole_number(whole, "block_multiple_of")
-            inner = -(-int(whole["block_ffn_dim_multiplier"] * inner) // multiple) * multiple
+            inner = -(-int(factor * inner) // multiple) * multiple
         whole["intermediate_size"] = inner
     return whole
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from enginery.api import DecoderShape, Model, ModelContext, ModelFacts, RopeShape, WeightSource, whole_number
-from enginery_model_mamba.mixers import MixerKeys, memory_of, read_mixer, with_memory
+from enginery_model_mamba.mixers import MixerKeys, memory_of, read_mixer, stated, with_memory
 
 if TYPE_CHECKING:
     from enginery_model_mamba.blocks import OneBlockLayer
@@ -39,7 +39,7 @@ MOST_POSITIONS: Final = 262144  # a state has no longest context, and the tables
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
     """A decoder of which only embedding, norms and head are used."""
-    config = {**DEFAULTS, **config}
+    config = {**DEFAULTS, **stated(config)}
     longest = whole_number(config, "max_position_embeddings", MOST_POSITIONS)
     return DecoderShape(
         vocab_size=whole_number(config, "vocab_size"),
@@ -58,7 +58,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with."""
-    mixer, plain = read_mixer({**DEFAULTS, **config}, KEYS), shape(config)
+    mixer, plain = read_mixer({**DEFAULTS, **stated(config)}, KEYS), shape(config)
     return with_memory(plain.facts(), [[memory_of(mixer.facts)]] * len(plain.windows))
 
 
@@ -67,7 +67,7 @@ def build(context: ModelContext) -> Model:
     from enginery.nn.norm import take_norm
     from enginery_model_mamba.blocks import HybridDecoder, Mamba2Mixer, OneBlockLayer
 
-    mixer = read_mixer({**DEFAULTS, **context.config}, KEYS)
+    mixer = read_mixer({**DEFAULTS, **stated(context.config)}, KEYS)
 
     def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> OneBlockLayer:
         block = Mamba2Mixer(context, weights.scope("mixer"), spec=context.stage.spec(index, scale=1.0), shape=mixer)

@@ -1,4 +1,4 @@
-"""Phi 3, SmolLM3 and Granite, which differ from Llama in a detail, equal transformers."""
+"""Phi 3, SmolLM3, Granite and Ministral, which differ from Llama in a detail, equal transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options, rounding_error
 from parity.oracle import ROPES, Oracle, shape
-from transformers import GraniteConfig, Phi3Config, SmolLM3Config
+from transformers import GraniteConfig, MinistralConfig, Phi3Config, SmolLM3Config
 
 import enginery_model_llama
 from enginery.api import CheckpointError
@@ -26,6 +26,7 @@ FACTORS = dict(embedding_multiplier=3.0, attention_multiplier=0.35, residual_mul
 RELATIVES = {
     "granite3": GraniteConfig(**shape(**FACTORS)),
     "granite3-bias": GraniteConfig(**shape(**FACTORS, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "ministral": MinistralConfig(**shape(head_dim=16, sliding_window=16, layer_types=["full_attention", "sliding_attention"] * 2)),
     "phi3": Phi3Config(**shape()),
     "phi3-window": Phi3Config(**shape(sliding_window=16)),
     "phi3-long": Phi3Config(**shape(rope_parameters=LONG, original_max_position_embeddings=8, tie_word_embeddings=True)),
@@ -71,6 +72,7 @@ def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
 
 # As the hub has it, where transformers 5 writes `rope_parameters`.
 HUB = {
+    "ministral": dict(architectures=["MistralForCausalLM"], model_type="mistral"),
     "phi3-long": dict(rope_scaling=dict(type="su", **FACTORS_OF_ROPE), rope_theta=1e4, partial_rotary_factor=0.5),
     "smollm3": dict(rope_theta=2e6, no_rope_layer_interval=4),
 }
@@ -80,7 +82,7 @@ HUB = {
 def test_files_of_the_hub_mean_the_same(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, name: str) -> None:
     oracle = write_oracle(name, RELATIVES[name])
     asked, prompt = options(oracle), oracle.prompts[4]
-    copy = oracle.copied(tmp_path / "hub", without=("rope_parameters", "no_rope_layers", "layer_types"), **HUB[name])
+    copy = oracle.copied(tmp_path / "hub", without=("rope_parameters", "no_rope_layers"), **HUB[name])
     answers = [last_logits(registry, each, prompt) for each in (asked, dataclasses.replace(asked, model=copy))]
     torch.testing.assert_close(*answers, atol=0, rtol=0)
 

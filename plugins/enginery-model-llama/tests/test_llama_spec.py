@@ -24,7 +24,7 @@ MIXTRAL = CONFIG | {"architectures": ["MixtralForCausalLM"], "num_local_experts"
 
 def test_llama_and_its_relatives_are_offered() -> None:
     offered = {name.removesuffix("ForCausalLM") for spec in register_models() for name in spec.architectures}
-    assert offered == {"Llama", "Mistral", "Mixtral", "Phi3", "SmolLM3", "Granite"}
+    assert offered == {"Llama", "Mistral", "Ministral", "Mixtral", "Phi3", "SmolLM3", "Granite"}
 
 
 def test_left_out_heads_and_head_dim_follow_from_the_rest() -> None:
@@ -43,6 +43,16 @@ def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
     assert shape(mistral | {"sliding_window": 8}).windows == (8, 8, 8)
     assert shape(mistral | {"sliding_window": None}).windows == (None, None, None)
     assert shape(mistral).windows == (4096, 4096, 4096)
+
+
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "MinistralForCausalLM"])
+def test_mistral_has_windows_where_layer_types_say_so(name: str) -> None:
+    mistral = CONFIG | {"architectures": [name], "sliding_window": 8}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert shape(mistral | {"layer_types": kinds}).windows == (None, 8, 8)
+    assert shape(mistral | {"layer_types": None}).windows == (8, 8, 8)
+    with pytest.raises(CheckpointError, match=r"layer_types .* for each of 3 layers"):
+        shape(mistral | {"layer_types": kinds[:2]})
 
 
 def test_mistral_has_no_biases_whatever_the_file_says() -> None:

@@ -4,12 +4,12 @@ from enginery.api import ModelSpec, hookimpl
 from enginery_model_llama.spec import MIXTRAL_NAMES, build, describe
 
 FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM", "MinistralForCausalLM"),
+    "mixtral": ("MixtralForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
+    "smollm3": ("SmolLM3ForCausalLM",),
+    "granite": ("GraniteForCausalLM",),
 }
 
 
@@ -21,12 +21,12 @@ def register_models() -> list[ModelSpec]:
         ModelSpec(
             name=name,
             api=(2, 0),
-            architectures=(architecture,),
+            architectures=architectures,
             describe=describe,
             build=build,
             lanes=True,
             ignored_weights=("*.rotary_emb.inv_freq",),
             stacked_weights=MIXTRAL_NAMES.stacked if name == "mixtral" else {},
         )
-        for name, architecture in FAMILIES.items()
+        for name, architectures in FAMILIES.items()
     ]

@@ -45,8 +45,13 @@ def _llama(config: Mapping[str, Any], windows: tuple[int | None, ...] | None = N
 
 
 def _mistral(config: Mapping[str, Any]) -> DecoderShape:
-    """With a window, and no biases, as transformers has none whatever `attention_bias` and `mlp_bias` say."""
-    return read_decoder_shape(config, _windows({**MISTRAL, **config}))
+    """With a window, and no biases, as transformers has none whatever `attention_bias` and `mlp_bias` say.
+
+    Of files with `layer_types` (Ministral-8B), some layers have it; transformers calls those Ministral and saves them so.
+    """
+    config = {**MISTRAL, **config}
+    alternates = config.get("layer_types") is not None
+    return read_decoder_shape(config, read_windows(config, lambda _: True) if alternates else _windows(config))
 
 
 def _mixtral(config: Mapping[str, Any]) -> DecoderShape:
@@ -84,6 +89,7 @@ def _granite(config: Mapping[str, Any]) -> DecoderShape:
 READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], DecoderShape]]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MinistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,

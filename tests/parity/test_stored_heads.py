@@ -29,6 +29,7 @@ FAMILIES = {
     "gemma2": test_gemma.GEMMAS["gemma2"],
     "lfm2": test_mamba.FAMILIES["lfm2"],
     "qwen3_5": test_hybrids.HYBRIDS["qwen3_5"],
+    "smollm3": test_llama_relatives.RELATIVES["smollm3-yarn"],
 }
 TIES = ("tie_word_embeddings", "tie_embedding")
 

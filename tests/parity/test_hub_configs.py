@@ -17,6 +17,7 @@ import torch
 
 from enginery.bench.workloads import shapes
 from enginery.contracts.model import ModelSpec
+from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
 from enginery.worker.weights.needed_weights import needed_weights
 
@@ -46,6 +47,15 @@ def parameters(family: ModelSpec, config: dict[str, Any]) -> int:
 def test_a_model_of_the_hub_has_its_parameters(registry: Registry, config: dict[str, Any], count: int) -> None:
     offer, _ = registry.find_model(config)
     assert parameters(offer.spec, config) == count
+
+
+@pytest.mark.parametrize(("config", "count"), [pytest.param(*each, id=name) for name, *each in CASES if "Mamba-" not in name])
+def test_attention_in_both_directions_is_refused(registry: Registry, config: dict[str, Any], count: int) -> None:
+    """As gte-Qwen2 has it, whose config.json names the class with a head. Of Mamba2 no layer has attention."""
+    offer, _ = registry.find_model(config)
+    text = {"text_config": {**config["text_config"], "is_causal": False}} if "text_config" in config else {"is_causal": False}
+    with pytest.raises(CheckpointError, match="is_causal False; this architecture is served with True only"):
+        offer.spec.describe(config | text)
 
 
 def test_every_family_has_a_model_of_the_hub_here(registry: Registry) -> None:

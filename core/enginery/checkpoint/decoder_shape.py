@@ -254,6 +254,7 @@ def read_decoder_shape(
     """
     activation = str(config.get("hidden_act", "silu"))
     check_served({"hidden_act": activation}, "hidden_act", activations)
+    check_served(config, "is_causal", (True,))  # false: in both directions, as of gte-Qwen2
     num_heads = whole_number(config, "num_attention_heads")
     hidden_size = whole_number(config, "hidden_size")
     num_kv_heads = whole_number(config, "num_key_value_heads", num_heads)

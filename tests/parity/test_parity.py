@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING, crossed, in_turn, spread
-from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy, options, rounding_error
+from parity.engine_driver import RecordingModel, assert_greedy, assert_last_logits, drain, generate, greedy, options, rounding_error
 from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, shape
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from enginery.contracts.step import RunSizes, StepInput
@@ -159,6 +160,17 @@ def test_the_hub_spelling_of_rope_scaling_is_read_too(registry: Registry, write_
     folder = oracle.copied(tmp_path / "hub", without=("rope_parameters", "dtype"), **spelled)
     engine = Engine.build(options(oracle, model=folder), registry)
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4"])
+def test_stored_tables_of_angles_are_left_out(registry: Registry, write_oracle: Callable[..., Oracle], tmp_path, name: str) -> None:
+    """As older programs for training write them, for each layer or once."""
+    oracle = write_oracle(name, FAMILIES[name])
+    folder = Path(oracle.copied(tmp_path / "trained", without=()))
+    tensors, table = load_file(folder / "model.safetensors"), torch.ones(8)
+    names = ("layers.0.self_attn.rotary_emb.inv_freq", "layers.1.self_attn.rotary_emb.cos_cached", "rotary_emb.inv_freq")
+    save_file(tensors | {f"model.{each}": table.clone() for each in names}, folder / "model.safetensors")
+    assert_last_logits(Oracle(folder, oracle.model), registry, oracle.prompts[:1])
 
 
 @pytest.mark.parametrize("written_by", ["the hub", "transformers 5"])

@@ -62,7 +62,7 @@ def check_weights(choice: Choice) -> NeededWeights:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
         ignored = stated(checkpoint.config) if callable(stated) else stated
-        check(of_all, stored, (*ignored, *tied), folder=checkpoint.folder)
+        check(of_all, stored, (*ignored, *tied, "*rotary_emb.*"), folder=checkpoint.folder)  # the tables are our own
     return NeededWeights(record=record, stored=stored, reader=reader)
 
 

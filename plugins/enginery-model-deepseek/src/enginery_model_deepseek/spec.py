@@ -130,7 +130,7 @@ def build(context: ModelContext) -> Model:
 
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
     """Of the layers behind the last, which only a drafter asks for; one may be there of which config.json says nothing."""
-    return ["*.rotary_emb.inv_freq", *next_layers(config, least=1)]
+    return next_layers(config, least=1)
 
 
 def module_shape(config: Mapping[str, Any]) -> DeepseekShape:

@@ -11,7 +11,6 @@ FAMILIES = {
     "smollm3": ("SmolLM3ForCausalLM",),
     "granite": ("GraniteForCausalLM",),
 }
-IGNORED = ("*.rotary_emb.inv_freq",)
 
 
 @hookimpl
@@ -26,7 +25,7 @@ def register_models() -> list[ModelSpec]:
             describe=describe,
             build=build,
             lanes=True,
-            ignored_weights=(*IGNORED, "lm_head.weight") if name == "smollm3" else IGNORED,  # tied where the file does not say
+            ignored_weights=("lm_head.weight",) if name == "smollm3" else (),  # tied where the file does not say
             stacked_weights=MIXTRAL_NAMES.stacked if name == "mixtral" else {},
         )
         for name, architectures in FAMILIES.items()

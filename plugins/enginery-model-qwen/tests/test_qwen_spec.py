@@ -49,6 +49,14 @@ def test_the_window_begins_at_a_layer_and_is_off_by_default() -> None:
         shape(on | {"sliding_window": -1})
 
 
+def test_a_window_that_is_null_is_none_and_one_that_is_left_out_is_of_4096_tokens() -> None:
+    """Though it is switched on; `max_window_layers` null counts as left out."""
+    on = CONFIG | {"use_sliding_window": True, "max_window_layers": 3}
+    assert shape(on | {"sliding_window": None}).windows == (None,) * 4
+    assert shape(on).windows == (None, None, None, 4096)
+    assert shape(on | {"sliding_window": 8, "max_window_layers": None}).windows == (None,) * 4
+
+
 @pytest.mark.parametrize("config", [CONFIG, QWEN3, QWEN3_MOE, QWEN2_MOE])
 def test_a_part_of_each_head_is_rotated_from_qwen3_next_on(config: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):

@@ -142,10 +142,11 @@ def _expert_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Layers from `max_window_layers` on have the window, if it is switched on; `layer_types` overrides that."""
-    num_layers = int(config["num_hidden_layers"])
-    window = whole_number(config, "sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    first = int(config.get("max_window_layers", 28))
+    """Layers from `max_window_layers` on have the window, if it is switched on and not null; `layer_types` overrides that."""
+    num_layers, stated = whole_number(config, "num_hidden_layers"), {"sliding_window": 4096, **config}
+    is_on = config.get("use_sliding_window", False) and stated["sliding_window"] is not None
+    window = whole_number(stated, "sliding_window", 4096) if is_on else None
+    first = 28 if config.get("max_window_layers") is None else int(config["max_window_layers"])
     kinds = config.get("layer_types") or [
         "sliding_attention" if index >= first else "full_attention" for index in range(num_layers)
     ]

@@ -63,6 +63,7 @@ def test_ling_has_latents_in_the_last_layer_of_each_group_and_a_floor_of_its_dec
         {"layer_types": ["linear_attention"]},
         {"routed_scaling_factor": None},
         {"topk_group": None},
+        {"kda_lower_bound": None},
         {"mlp_layer_types": ["dense"] * 23 + ["other"]},
     ],
     ids=str,

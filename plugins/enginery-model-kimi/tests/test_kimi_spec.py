@@ -86,6 +86,13 @@ def test_what_is_not_served_is_refused(changed: dict[str, object]) -> None:
         shape(HUB | changed)
 
 
+@pytest.mark.parametrize("key", ["linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"])
+def test_a_size_that_is_null_is_named(key: str) -> None:
+    plain = {name: value for name, value in HUB.items() if name != "linear_attn_config"}
+    with pytest.raises(CheckpointError, match=f"has no '{key}'"):
+        shape(plain | {key: None})
+
+
 def test_a_single_layer_may_have_experts() -> None:
     """Files of transformers 5 say so by layer, and nothing of how many are dense, which is one by default."""
     one = {key: value for key, value in HUB.items() if key != "first_k_dense_replace"} | {"num_hidden_layers": 1}

@@ -101,6 +101,12 @@ def test_what_text_is_not_served_with_is_refused(changed: dict[str, object]) -> 
         text_shape(TEXT | changed)
 
 
+@pytest.mark.parametrize("key", ["layernorm_mlp_beta", "mlp_beta_factor"])
+def test_a_factor_that_is_null_is_named(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"has no '{key}'"):
+        text_shape(TEXT | {key: None})
+
+
 def test_layers_that_predict_further_tokens_are_ignored() -> None:
     assert ignored_by_m2(SECOND) == []
     assert ignored_by_m2(SECOND | {"num_mtp_modules": 2}) == ["model.layers.4.*", "model.layers.5.*"]

@@ -37,6 +37,12 @@ ALIASES: Final = {
     "norm_topk_prob": "moe_renormalize",
     "num_experts_per_tok": "num_experts_per_token",
 }
+# Of `linear_attn_config`, as the hub's files have it, and as transformers writes them.
+LINEAR_KEYS: Final = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
 # For files that leave them out: the defaults of transformers' KimiLinearConfig.
 DEFAULTS: Final[dict[str, Any]] = {
     "first_k_dense_replace": 1,
@@ -93,8 +99,9 @@ def shape(config: Mapping[str, Any]) -> KimiShape:
     if experts is not None:
         experts = dataclasses.replace(experts, names=NAMES, layers=experts.layers if sparse is None else frozenset(sparse))
     stated = config.get("linear_attn_config") or {}
-    heads = stated.get("num_heads", config["linear_num_heads"])
-    dim = stated.get("head_dim", config["linear_head_dim"])
+    heads, dim, taps = (
+        whole_number(stated, here) if here in stated else whole_number(config, there) for here, there in LINEAR_KEYS.items()
+    )
     return KimiShape(
         decoder=dataclasses.replace(plain, experts=experts, rope=_no_rope(plain.rope)),
         linear=_linear(config, stated, count),
@@ -105,7 +112,7 @@ def shape(config: Mapping[str, Any]) -> KimiShape:
             value_heads=heads,
             key_dim=dim,
             value_dim=dim,
-            conv_kernel=stated.get("short_conv_kernel_size", config["linear_conv_kernel_dim"]),
+            conv_kernel=taps,
         ),
         latent=latent,
         q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,

@@ -20,6 +20,7 @@ from enginery.api import (
     Routing,
     check_served,
     read_decoder_shape,
+    required,
     whole_number,
 )
 
@@ -148,9 +149,7 @@ def text_shape(config: Mapping[str, Any]) -> TextShape:
         raise CheckpointError(f"config.json has layer_types {kinds!r}; it needs {LINEAR!r} or {FULL!r} for each of {count} layers")
 
     def residual(here: str, hub: str) -> Residual:
-        alpha, beta = (
-            float(config.get(f"{here}_{name}_factor", config.get(f"layernorm_{hub}_{name}", 1))) for name in ("alpha", "beta")
-        )
+        alpha, beta = (_factor(config, f"{here}_{name}_factor", f"layernorm_{hub}_{name}") for name in ("alpha", "beta"))
         return Residual(alpha=alpha, beta=beta)
 
     return TextShape(
@@ -160,6 +159,12 @@ def text_shape(config: Mapping[str, Any]) -> TextShape:
         linear_residual=residual("linear_attn", "linear_attention"),
         mlp_residual=residual("mlp", "mlp"),
     )
+
+
+def _factor(config: Mapping[str, Any], here: str, hub: str) -> float:
+    """Of transformers 5's name, or the hub's; 1 where neither is stated."""
+    key = here if here in config else hub
+    return float(required({key: 1.0, **config}, key))
 
 
 def ignored_by_m2(config: Mapping[str, Any]) -> list[str]:

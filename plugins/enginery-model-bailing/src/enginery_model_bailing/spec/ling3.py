@@ -87,7 +87,9 @@ def shape(config: Mapping[str, Any]) -> LingShape:
     heads, count = plain.num_heads, len(plain.windows)
     if plain.num_kv_heads != heads:
         raise CheckpointError("config.json has num_key_value_heads that differ from num_attention_heads; latents serve every head")
-    floor = float(config.get("kda_lower_bound", -5.0)) if config.get("kda_safe_gate", True) else None
+    floor = None
+    if config.get("kda_safe_gate", True):
+        floor = float(required({"kda_lower_bound": -5.0, **config}, "kda_lower_bound"))
     return LingShape(
         decoder=dataclasses.replace(
             plain,

@@ -265,10 +265,10 @@ _ROUTINGS: Final = (
     Routing(top_k=3, num_groups=4, top_groups=2, scale=16.0),
 )
 
-# The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
 _GATED_HALVES: Final = _cases(_gated_halves, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64), (257, 24)) + _cases(
     _gated_halves, "rows size gates", (5, 512, 60.0)
 )
+# The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
 OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
     "embed": _cases(_embed, "rows size num_ids", (40, 16, 3), (97, 768, 33), (8, 17, 1), (8, 64, 0)),
     "bind_linear": _cases(

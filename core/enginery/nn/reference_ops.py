@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from enginery.contracts.ops import LEAST_TEMPERATURE, LinearFn, NormGate, OpTable, SamplingTensors
-from enginery.contracts.weights import Scheme, StoredWeight
+from enginery.contracts.weights import SILU, Activation, Scheme, StoredWeight
+from enginery.nn.activation import gated
 from enginery.nn.reference_experts import bind_experts, bind_squared_experts, route, route_gated
 from enginery.nn.stored import FLOAT4_BLOCKS, FLOAT8_BLOCKS, widen
 
 # Experts are widened one by one, when they are used, and take half the memory; products at once, when they are read.
 REFERENCE_SCHEMES: Final[Mapping[str, frozenset[Scheme]]] = {"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})}
+GELU_BY_TANH: Final = Activation(kind="gelu_tanh")
 _STRIDE, _MULTIPLIER = 0x9E3779B9 - (1 << 32), 0xD35A2D97 - (1 << 32)  # as int32
 
 
@@ -158,14 +160,12 @@ def store_rows(stored: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) ->
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate (arXiv:2002.05202): [T, 2I], the gates before the ups, to [T, I]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return gated(x, SILU)
 
 
 def gated_gelu(x: torch.Tensor) -> torch.Tensor:
     """The same with GELU by tanh (arXiv:1606.08415)."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return gated(x, GELU_BY_TANH)
 
 
 def gated_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that are launched again without Triton's look at every argument, by fakes that note how they are called; and for whom."""
+"""Kernels that are launched again without a look at every argument (fakes note how), and which layers steps are planned for."""
 
 from __future__ import annotations
 

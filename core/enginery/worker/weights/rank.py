@@ -180,8 +180,8 @@ def _placed(rows: torch.Tensor, parts: Sequence[LinearPart], lengths: Sequence[i
         index.append(start + places)
         start += length
     rows = rows.index_select(0, torch.cat(index).to(rows.device)) if moved else rows
-    factors = torch.tensor([part.factor * input_factor for part in parts]).repeat_interleave(torch.tensor(lengths))
-    if rows.is_meta or bool((factors == 1.0).all()):  # the product of what is meta imports torch._dynamo, for seconds
+    factors = [part.factor * input_factor for part in parts]
+    if rows.is_meta or set(factors) == {1.0}:  # the product of what is meta imports torch._dynamo, for seconds
         return rows
-    factors = factors.view(-1, *(1,) * (rows.dim() - 1)).to(rows.device)
-    return torch.mul(rows, factors, out=torch.empty_like(rows))  # rounded once
+    by_row = torch.tensor(factors).repeat_interleave(torch.tensor(lengths)).to(rows.device)
+    return torch.mul(rows, by_row.view(-1, *(1,) * (rows.dim() - 1)), out=torch.empty_like(rows))  # rounded once

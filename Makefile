@@ -65,6 +65,7 @@ lint: $(VENV)/.lint
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy $(sources)
+	MYPYPATH=docs/benchmarks $(bin)/mypy --config-file docs/benchmarks/mypy.ini $(sort $(wildcard docs/benchmarks/*.py))
 
 venv: $(VENV)/.serve
 dev: $(VENV)/.test $(VENV)/.lint

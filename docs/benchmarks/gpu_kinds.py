@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from enginery.bench.forced import _one_pass
+from enginery.bench.latency import one_pass, pass_s
 from enginery.bench.offline import free_memory
 from enginery.bench.workloads import find_workload, write_shape
 from enginery.config.schema import EngineOptions
@@ -88,10 +88,10 @@ def most_held(engine: Engine) -> int:
 def throughput(engine: Engine, shape: str, streams: int, *, passes: int) -> dict[str, Any]:
     """The median of so many passes, after one that does not count."""
     seeds = range(10 * streams, 10 * streams + 1 + passes)  # a prompt that came before is in the prefix cache
-    runs = [_one_pass(engine, find_workload(f"{shape}:{streams}"), seed=seed) for seed in seeds]
-    seconds = [run.total_s for run in runs]
-    tokens_per_s = statistics.median(run.output_tokens / run.total_s for run in runs[1:])
-    return {"streams": streams, "output_tokens_per_s": tokens_per_s, "seconds": seconds}
+    workload = find_workload(f"{shape}:{streams}")
+    seconds = [pass_s(one_pass(engine, workload, seed=seed)) for seed in seeds]
+    output_tokens = sum(output for _, output in workload.lengths)
+    return {"streams": streams, "output_tokens_per_s": output_tokens / statistics.median(seconds[1:]), "seconds": seconds}
 
 
 def held(options: EngineOptions) -> dict[str, Any]:

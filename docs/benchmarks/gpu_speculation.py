@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import torch
 
 from enginery import LLM, SamplingParams
-from enginery.bench.forced import _one_pass
-from enginery.bench.offline import BenchRun, free_memory
+from enginery.bench.latency import one_pass, pass_s
+from enginery.bench.offline import free_memory
+from enginery.bench.rounds import RoundTimes
 from enginery.bench.workloads import equal_requests, shapes, write_shape
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineStats
@@ -86,14 +87,19 @@ def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[d
             workload = equal_requests(count, input_len=loads.input_len, output_len=loads.output_len)
             workload = dataclasses.replace(workload, temperature=loads.temperature)
             for engine in engines.values():
-                _one_pass(engine, workload, seed=1000 * count)
+                one_pass(engine, workload, seed=1000 * count)
             before = {name: engine.meter.stats() for name, engine in engines.items()}
             turns = [
-                {name: _one_pass(engine, workload, seed=1000 * count + repeat) for name, engine in engines.items()}
+                {name: pass_s(one_pass(engine, workload, seed=1000 * count + repeat)) for name, engine in engines.items()}
                 for repeat in range(1, 1 + loads.repeats)
             ]
             for name, engine in engines.items():
-                yield _row(name, count, sorted(turn[name] for turn in turns), (before[name], engine.meter.stats()))
+                taken = sorted(turn[name] for turn in turns)
+                row = _row(name, count, taken, count * loads.output_len, (before[name], engine.meter.stats()))
+                rounds = RoundTimes(torch.device(cases[name].options.device))
+                with rounds.watching():
+                    one_pass(engine, workload, seed=1000 * (count + 1) - 1)
+                yield row | {"round_s": rounds.seconds()}
     finally:
         for engine in engines.values():
             engine.close()
@@ -103,20 +109,20 @@ def _engine_of(case: Case) -> Engine:
     return Engine.build(case.options, Registry.load(options=case.options.plugin_options), forced_rates=case.rates)
 
 
-def _row(name: str, count: int, runs: Sequence[BenchRun], stats: tuple[EngineStats, EngineStats]) -> dict[str, Any]:
-    """runs: from the fastest on. stats: before them and after them."""
+def _row(name: str, count: int, seconds: Sequence[float], tokens: int, stats: tuple[EngineStats, EngineStats]) -> dict[str, Any]:
+    """seconds: of each pass, from the fastest on, with so many tokens of output. stats: before them and after them."""
     before, after = stats
-    middle, steps = runs[(len(runs) - 1) // 2], after.num_steps - before.num_steps
+    steps = after.num_steps - before.num_steps
     verified = after.drafts.verifications - before.drafts.verifications
     return {
         "run": name,
         "streams": count,
-        "output_tokens_per_s": middle.output_tokens / middle.total_s,
+        "output_tokens_per_s": tokens / seconds[(len(seconds) - 1) // 2],
         "told_a_verification": (after.drafts.told - before.drafts.told) / verified if verified else None,
         "drafted_a_verification": (after.drafts.drafted - before.drafts.drafted) / verified if verified else None,
-        "step_ms": 1e3 * sum(run.total_s for run in runs) / steps,
+        "step_ms": 1e3 * sum(seconds) / steps,
         "host_ms": 1e3 * (after.host_s - before.host_s) / steps,
-        "seconds": [run.total_s for run in runs],
+        "seconds": list(seconds),
     }
 
 

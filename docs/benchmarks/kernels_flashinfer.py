@@ -23,7 +23,6 @@ import torch
 
 from enginery.api import (
     FULL,
-    AttnBackend,
     AttnLayerFacts,
     BackendContext,
     ForwardBatch,
@@ -191,8 +190,8 @@ class Step:
         parts = whole.split((FACTS.num_heads, FACTS.num_kv_heads, FACTS.num_kv_heads), dim=1)
         return cls(batch=batch, memory=memory, q=parts[0], k=parts[1], v=parts[2], out=torch.empty_like(q))
 
-    def attending(self, backend: AttnBackend, batch: ForwardBatch) -> Callable[[], None]:
-        """batch: the step's, planned."""
+    def attending(self, backend: Any, batch: ForwardBatch) -> Callable[[], None]:
+        """backend: an `AttnBackend` that attends. batch: the step's, planned."""
         return partial(backend.attend, self.q, self.k, self.v, LAYER, batch, batch.plan, self.out)
 
     def relative_error(self) -> float:

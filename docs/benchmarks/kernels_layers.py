@@ -98,10 +98,10 @@ def measured(model: str, rows: int, weights: list[dict[str, torch.Tensor]], make
         for name, weight in weights[0].items():
             x = random(rows, weight.shape[1])
             assert relative_error(layers[0][name](x), F.linear(x.double(), weight.double())) < 5e-3, (model, rows, way, name)
-        takes_gates = way == "bound" and isinstance(layers[0]["gate_up"], GatableLinear)
-        if takes_gates:
-            for layer in layers:
-                layer["gate_up"] = layer["gate_up"].with_gate(TritonOps(dependent_launch=True).gated_silu)
+        takes_gates = False
+        for layer in layers if way == "bound" else []:
+            if isinstance(product := layer["gate_up"], GatableLinear):
+                takes_gates, layer["gate_up"] = True, product.with_gate(TritonOps(dependent_launch=True).gated_silu)
         taken[way] = round(layer_us(rows, layers, MODELS[model][0][1], MODELS[model][1][1], is_gated=takes_gates), 2)
     num_bytes = sum(weight.numel() * 2 for weight in weights[0].values())
     return {"layer": model, "rows": rows, "bytes_us": round(num_bytes / TB_S / 1e6, 1), "us": taken}

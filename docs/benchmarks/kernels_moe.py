@@ -109,13 +109,15 @@ class Layer:
         blocks = (experts, math.ceil(rows / 128), math.ceil(columns / 128))
         return torch.rand(blocks, device=DEVICE).add_(0.5).mul_(columns**-0.5 / 100)
 
-    def weights(self, some: slice = slice(None)) -> list[torch.Tensor | StoredWeight]:
+    def weights(self, some: slice = slice(None)) -> tuple[torch.Tensor | StoredWeight, torch.Tensor | StoredWeight]:
         """gate_up and down of some experts, as operations are given them."""
-        values = [self.gate_up[some], self.down[some]]
+        values = self.gate_up[some], self.down[some]
         if self.scales is None:
             return values
-        pairs = zip(values, self.scales, strict=True)
-        return [StoredWeight(scheme=FLOAT8_BLOCKS, values=value, scales=scale[some]) for value, scale in pairs]
+        gate_up, down = (
+            StoredWeight(scheme=FLOAT8_BLOCKS, values=v, scales=s[some]) for v, s in zip(values, self.scales, strict=True)
+        )
+        return gate_up, down
 
     def bound(self) -> Experts:
         return Experts(*self.weights(), dependent_launch=True)

@@ -97,7 +97,9 @@ class Step:
         pages = torch.randperm(requests, device=DEVICE).int()
         tiles = torch.stack([torch.arange(requests), torch.zeros(requests)], 1).int().to(DEVICE)
         begins = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
-        self.rows = Rows(first_rows=begins[:-1], stop_rows=begins[1:], reads=pages, writes=pages, tiles=tiles, tile_rows=1)
+        self.rows = Rows(
+            first_rows=begins[:-1], stop_rows=begins[1:], reads=pages, writes=pages, tiles=tiles, tile_rows=1, longest=1
+        )
 
     def recur(self) -> None:
         gates = None if self.layer.decay == "constant" else self.gates

@@ -130,7 +130,7 @@ def main() -> None:
     for rows in asked.rows:
         taken = {}
         for shared in (NAMES, ("gate_up",), ()):
-            taken["+".join(shared) or "none"] = round(layer_us(rows, bound(shared, layers), hidden, hidden), 2)
+            taken["+".join(shared) or "none"] = round(layer_us(rows, bound(shared, layers), hidden, hidden, is_gated=False), 2)
         print(json.dumps({"layer": "8B", "rows": rows, "us": taken}), flush=True)
 
 

@@ -296,7 +296,7 @@ def steps(name: str, shape: Shape, rows: int) -> dict[str, Any]:
         return greedy_sample(found, dependent_launch=ops.dependent_launch) if fused else found.argmax(-1)
 
     taken = {}
-    tables = {"torch": (reference_ops, False), "triton": (TritonOps(dependent_launch=False), True)}
+    tables: dict[str, tuple[Any, bool]] = {"torch": (reference_ops, False), "triton": (TritonOps(dependent_launch=False), True)}
     for label, (ops, fused) in {**tables, "triton, dependent launch": (TritonOps(dependent_launch=True), True)}.items():
         bound = [{which: ops.bind_linear(each, None) for which, each in layer.items()} for layer in layers]
         taken[label] = time_us([partial(step, ops, bound, ops.bind_linear(head, None), fused=fused)] * 20, replays=3)

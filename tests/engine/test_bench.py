@@ -94,6 +94,10 @@ def test_forced_acceptance_tells_as_many_tokens_as_its_rates_say(bench: Bench, t
     assert [row["derived"]["acceptance_length"] for row in (plain, none)] == [None, None]
     assert none["details"]["steps"] == plain["details"]["steps"] == never["details"]["steps"] > 3 * always["details"]["steps"]
     assert forced["details"]["step_gap_s"] > 0
+    assert [row["details"]["round_s"] for row in (plain, none)] == [None, None], "nothing is verified"
+    rounds = [row["details"]["round_s"] for row in (forced, never, always)]
+    assert all(list(each) == ["verify", "follow", "steps", "between"] and min(each.values()) > 0 for each in rounds)
+    assert sum(forced["details"]["round_s"].values()) == pytest.approx(forced["details"]["step_run_s"], rel=0.5)
 
 
 def test_acceptance_is_forced_of_a_module_in_the_target_s_own_checkpoint(

@@ -123,11 +123,14 @@ def test_tests_and_lint_add_theirs_to_what_serves(target: str, extra: str, tmp_p
     assert [editables(command)[0] for command in both[len(serving) :]] == [extra]
 
 
-def test_lint_looks_at_the_types_of_what_makes_pages(tmp_path: Path) -> None:
-    (checked,) = [words for words in would_run(tmp_path, "lint") if words[0].endswith("/mypy")]
-    scripts = sorted((ROOT / "docs").glob("*.py"))
-    assert scripts
-    assert {path.relative_to(ROOT).as_posix() for path in scripts} <= set(checked)
+def test_lint_looks_at_the_types_of_what_makes_pages_and_of_what_measures(tmp_path: Path) -> None:
+    checked = {
+        Path(word) for words in would_run(tmp_path, "lint") if any(each.endswith("/mypy") for each in words) for word in words
+    }
+    for folder in ("docs", "docs/benchmarks"):
+        scripts = {path.relative_to(ROOT) for path in (ROOT / folder).glob("*.py")}
+        assert scripts
+        assert scripts <= checked
 
 
 def test_what_interprets_a_gpus_kernels_comes_with_the_tests_on_a_cpu(tmp_path: Path) -> None:

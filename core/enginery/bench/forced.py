@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from enginery.bench.device_limits import device_name
-from enginery.bench.latency import one_pass
+from enginery.bench.latency import one_pass, pass_s
 from enginery.bench.offline import free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report
+from enginery.bench.rounds import RoundTimes
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.checkpoint.folder import read_config
 from enginery.config.schema import EngineOptions
@@ -42,10 +43,11 @@ class _Case(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Seconds of the median pass, and those and counts of all that count."""
+    """Seconds of the median pass, those and counts of all that count, and of the parts of a round, if guesses were verified."""
 
     middle_s: float
     total_s: float
+    round_s: dict[str, float] | None
     facts: EngineFacts
     before: EngineStats
     after: EngineStats
@@ -114,10 +116,13 @@ def _measure(case: _Case, registry: Registry, workload: Workload, *, repeats: in
         before, runs = _NOBODY, list[float]()
         for repeat in range(repeats + 1):
             before = engine.meter.stats() if repeat == 1 else before
-            times = one_pass(engine, workload, seed=1 + repeat)
-            runs.append(max(each[-1] for each in times) - times[0][0])
-        middle_s = sorted(runs[1:])[(repeats - 1) // 2]
-        return _Measured(middle_s, sum(runs[1:]), engine.facts, before, engine.meter.stats())
+            runs.append(pass_s(one_pass(engine, workload, seed=1 + repeat)))
+        middle_s, after = sorted(runs[1:])[(repeats - 1) // 2], engine.meter.stats()
+        rounds = RoundTimes(torch_device(case.options.device))
+        if case.rates is not None:
+            with rounds.watching():
+                one_pass(engine, workload, seed=2 + repeats)
+        return _Measured(middle_s, sum(runs[1:]), rounds.seconds(), engine.facts, before, after)
     finally:
         engine.close()
 
@@ -151,6 +156,7 @@ def _row(case: _Case, workload: Workload, measured: _Measured, *, plain_s: float
             "forced": case.rates is not None,
             "rates": case.rates,
             "steps": steps,
+            "round_s": measured.round_s,
             "step_gap_s": gap_s if gap_s > 0 else None,
             "step_host_s": (after.host_s - before.host_s) / steps,
             "step_run_s": (after.run_s - before.run_s) / steps,

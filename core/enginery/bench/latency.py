@@ -51,13 +51,18 @@ def measure_latencies(engine: EngineLike, workload: Workload, *, repeats: int) -
         "first_token": [times[1] - times[0] for times in requests],
         "per_token": [each for times in requests for each in token_times(times[1:])],
     }
-    return percentiles(by_name) | {"total_s": statistics.median(max(times[-1] for times in each) - each[0][0] for each in passes)}
+    return percentiles(by_name) | {"total_s": statistics.median(map(pass_s, passes))}
 
 
 def token_times(came: Sequence[float]) -> Iterator[float]:
     """Seconds of each token behind the first step's. What a step took is divided among the tokens that came of it at once."""
     for (before, _), (now, count) in itertools.pairwise(Counter(came).items()):
         yield from [(now - before) / count] * count
+
+
+def pass_s(requests: Sequence[Sequence[float]]) -> float:
+    """Seconds from the first request of a pass to its last token. requests: what `one_pass` gave."""
+    return max(times[-1] for times in requests) - requests[0][0]
 
 
 def one_pass(engine: EngineLike, workload: Workload, *, seed: int) -> list[list[float]]:

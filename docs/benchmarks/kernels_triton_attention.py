@@ -3,7 +3,7 @@
 Numbers are checked first, against float64, then decoding is timed as bytes of keys and values over the time of one replay of a
 graph, and prefill as multiply-adds that causality leaves. Beside them the read bandwidth and matrix product of the same device, and
 what the host needs to plan a captured decoding step. Keys that requests share are counted once for each: the rate can be more than
-the memory's.
+the memory's. With --verify alone: decoding and verifying of requests whose lengths the device knows, with their times alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import triton
 from enginery.api import FULL, AttnLayerFacts, ForwardBatch, LatentFacts, Phase, View
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
 from enginery_attn_triton.plan import GraphState, Split, Tiles, sharing, split_decoding, tiles_of
+from enginery_attn_triton.splitting import split_alone
 from enginery_attn_triton.tiling import Device, LayerCut, LayerCuts, Tile, prefill_tile
 
 PAGE = 16
@@ -34,6 +35,13 @@ SHAPES = {
     "Qwen3-0.6B": AttnLayerFacts(num_heads=16, num_kv_heads=8, head_dim=128),
     "Llama-3.1-8B": AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128),
     "DeepSeek-V2-Lite": AttnLayerFacts(num_heads=16, num_kv_heads=1, head_dim=576, latent=LATENT),
+}
+VERIFYING = {
+    "Llama-3.1-8B": AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128),
+    "Llama-3.1-70B": AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=128),
+    "gpt-oss-20b": AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64),
+    "Gemma-3-4B": AttnLayerFacts(num_heads=8, num_kv_heads=4, head_dim=256),
+    "Qwen3-Next": AttnLayerFacts(num_heads=16, num_kv_heads=2, head_dim=256),
 }
 PREFILLS = ((4, 4096), (1, 16384))
 
@@ -92,13 +100,14 @@ class Bench:
     sharing: bool
 
     @classmethod
-    def of(cls, facts: AttnLayerFacts, load: Load) -> Bench:
+    def of(cls, facts: AttnLayerFacts, load: Load, *, length: int = 1) -> Bench:
+        """length: rows of a request that decodes."""
         requests, columns, same = len(load.kv_lens), -(-max(load.kv_lens) // PAGE), load.shared // PAGE
         table = torch.randperm(requests * columns).view(requests, columns).to(torch.int32)
         table[:, :same] = table[0, :same]
         k = torch.randn(requests * columns, PAGE, facts.num_kv_heads, facts.head_dim, device="cuda", dtype=torch.bfloat16)
         v = torch.randn_like(k) if facts.latent is None else k[..., : facts.value_dim]
-        cut = LayerCut.of(facts, itemsize=2, device=Device.of(torch.device("cuda")))
+        cut = LayerCut.of(facts, itemsize=2, device=Device.of(torch.device("cuda")), length=length)
         memory = Memory(k=k, v=v, pages=table.cuda())
         kv_lens = np.array(load.kv_lens, dtype=np.int32)
         return cls(facts=facts, cut=cut, memory=memory, kv_lens=kv_lens, table=table.numpy(), sharing=load.sharing)
@@ -132,6 +141,20 @@ class Bench:
 
         def launch() -> None:
             run_decode(q, self.memory, out, cut=cut, split=split, parts=parts, scores=self.scores)
+
+        return Run(launch=launch, q=q, out=out)
+
+    def verify(self) -> Run:
+        """As in a captured step, whose lengths the device knows."""
+        cut, num, length = self.cut.decode, len(self.kv_lens), self.cut.decode.length
+        items, splits, _ = split_alone(self.kv_lens, cut, columns=self.table.shape[1], exact=False)
+        items = np.pad(items, ((0, cut.captured_items(num) - len(items)), (0, 0)))
+        split = Split(items=torch.from_numpy(items).cuda(), splits=torch.from_numpy(splits).cuda(), tall=None, merged=True)
+        parts = torch.empty(self.cut.workspace_bytes, dtype=torch.uint8, device="cuda")
+        (q, out), lengths = self.tensors(num * length), torch.from_numpy(self.kv_lens).cuda()
+
+        def launch() -> None:
+            run_decode(q, self.memory, out, cut=self.cut, split=split, parts=parts, scores=self.scores, lengths=lengths)
 
         return Run(launch=launch, q=q, out=out)
 
@@ -221,6 +244,17 @@ def decodes(name: str) -> Iterator[dict[str, Any]]:
             yield what | found | {"bytes_per_s": rate(token_bytes * sum(load.kv_lens), found)}
 
 
+def verifies(name: str) -> Iterator[dict[str, Any]]:
+    """Of one model, with as many guesses."""
+    random, facts = np.random.default_rng(0), VERIFYING[name]
+    mixed = [tuple(random.integers(140, most, count).tolist()) for count, most in ((64, 640), (128, 1000), (256, 1000))]
+    for lens in ((374,), (4096,), (374,) * 8, (374,) * 64, (4096,) * 24, *mixed):
+        for length in (1, 4, 5, 8):
+            bench = Bench.of(facts, load := Load(kv_lens=lens), length=length)
+            found = measured(bench, bench.verify(), request=len(lens) - 1, rows=length)
+            yield {"model": name, "kind": "verify", "guesses": length - 1, "load": load.name} | found
+
+
 def prefills(name: str) -> Iterator[dict[str, Any]]:
     """Of one model."""
     facts = SHAPES[name]
@@ -267,12 +301,17 @@ def plans() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
-    commit = parser.parse_args().commit
+    parser.add_argument("--verify", action="store_true")
+    asked = parser.parse_args()
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
     torch.manual_seed(0)
     found = []
 
     def rows() -> Iterator[dict[str, Any]]:
+        if asked.verify:
+            for name in VERIFYING:
+                yield from verifies(name)
+            return
         yield from plans()
         for name in SHAPES:
             yield from decodes(name)
@@ -281,7 +320,7 @@ def main() -> None:
     for row in rows():
         found.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-    facts = {"command": " ".join(sys.argv), "commit": commit, "device": torch.cuda.get_device_name(), "versions": versions}
+    facts = {"command": " ".join(sys.argv), "commit": asked.commit, "device": torch.cuda.get_device_name(), "versions": versions}
     print(json.dumps({**facts, "limits": limits(), "rows": found}, indent=1))
 
 

@@ -124,7 +124,7 @@ def cut_of(case: Case, device: Device) -> LayerCut:
 def test_what_is_computed_equals_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton in place of Gluon: see gluon_by_interpreter.py."""
     cut = cut_of(case, FEW_UNITS)
-    kernels = interpreted(monkeypatch, Path(str(decode_few.__file__)), num_warps=few_requests.num_warps(cut.decode_tile))
+    kernels = interpreted(monkeypatch, Path(str(decode_few.__file__)), num_warps=few_requests.num_warps(cut))
     monkeypatch.setattr(few_requests, "kernel_of", lambda cut, num_requests: kernels.decode_few)
     actual, wanted = decoded(case, torch.float32, "cpu", cut)
     assert (actual - wanted).abs().max() < 1e-5

@@ -13,7 +13,15 @@ from enginery.api import AttnLayerFacts, LatentFacts
 from enginery.kv.shared_prefixes import SharedPrefix
 from enginery_attn_triton.plan import tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
-from enginery_attn_triton.splitting import MIN_TILE_KEYS, RECUT_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
+from enginery_attn_triton.splitting import (
+    MIN_TILE_KEYS,
+    RECUT_KEYS,
+    RecentCut,
+    split_decoding,
+    split_requests,
+    split_tiles,
+    split_verifying,
+)
 from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCut, decode_tile, part_bytes, prefill_tile, resident
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
@@ -375,3 +383,45 @@ def test_a_recent_cut_moves_on_with_windows(kv_lens, window, steps, length, page
             assert length == 1 or (mine[:, 6] + row - mine[:, 0] == lengths[request] - length + inside).all()
             assert (mine[1:, 2] == mine[:-1, 3]).all()
             assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
+
+
+@pytest.mark.parametrize(
+    ("facts", "length", "tile"),
+    [
+        (LLAMA, 1, (16, 64, 3)),
+        (LLAMA, 4, (16, 64, 3)),
+        (LLAMA, 5, (32, 128, 2)),  # four guesses of 8B's shape
+        (dataclasses.replace(LLAMA, num_heads=64), 4, (32, 128, 2)),  # three of 70B's
+        (dataclasses.replace(LLAMA, num_heads=64), 5, (64, 64, 3)),
+        (dataclasses.replace(LLAMA, head_dim=256), 1, (16, 64, 2)),
+        (dataclasses.replace(LLAMA, head_dim=256), 8, (32, 64, 2)),
+        (dataclasses.replace(LLAMA, head_dim=64), 8, (32, 128, 3)),
+    ],
+)
+def test_long_heads_and_32_rows_have_large_tiles_where_there_is_room(
+    facts: AttnLayerFacts, length: int, tile: tuple[int, int, int]
+) -> None:
+    layer = LayerCut.of(facts, itemsize=2, device=H200, length=length)
+    found = layer.decode_tile
+    assert (found.rows, found.keys, found.stages) == tile
+    assert resident(found, layer.dims, H200) == (4 if found.stages == 3 and found.rows == 16 else 2)
+    small = dataclasses.replace(H200, shared_bytes=99 << 10)
+    assert LayerCut.of(facts, itemsize=2, device=small, length=length).decode_tile.keys * layer.dims.token_bytes <= 32 << 10
+    if layer.tall_tile is not None:
+        assert layer.tall_tile.keys * layer.dims.token_bytes <= 32 << 10, "64 rows of more keys take all registers"
+
+
+@pytest.mark.parametrize(("length", "num"), [(1, 128), (4, 64), (4, 128), (5, 64), (5, 256)])
+def test_requests_that_fill_the_device_are_not_split_to_even_them_out(length: int, num: int) -> None:
+    """Parts and their merging took 7 to 33 % longer, 101.6 and not 79.1 us of 128 requests with three guesses."""
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200, length=length).decode
+    mixed = np.random.default_rng(0).integers(300, 700, num).astype(np.int32)
+    items = split_requests(mixed, cut, columns=64).items
+    assert len(items) == num * cut.chunks
+    if len(items) > cut.wave:
+        assert (np.diff(items[:, 3] - items[:, 2]) < cut.tile_keys).all(), "the longest are first"
+    skewed = np.full(num, 300, dtype=np.int32)
+    skewed[5] = 20000
+    counts = split_requests(skewed, cut, columns=2000).splits[:, 1].reshape(num, length)
+    assert (np.delete(counts, 5, axis=0) == 0).all()
+    assert (counts[5] > 4).all(), "what would be the last to end is split"

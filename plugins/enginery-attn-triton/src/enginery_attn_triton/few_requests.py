@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_attn_triton.tiling import SMALL_TILE, LayerCut, Tile
+from enginery_attn_triton.tiling import SMALL_TILE, LayerCut, keys_of_few
 
 MOST_WARPS: Final = 4
 GLUON_VERSIONS: Final = ("3.6.", "3.7.")
@@ -23,9 +23,9 @@ def few_kernels(version: str = triton.__version__) -> Any | None:
     return importlib.import_module("enginery_attn_triton.kernels.decode_few") if version.startswith(GLUON_VERSIONS) else None
 
 
-def num_warps(tile: Tile) -> int:
-    """Of a program, which all have as many of a tile's keys: `SMALL_TILE` or more."""
-    return min(MOST_WARPS, tile.keys // SMALL_TILE)
+def num_warps(cut: LayerCut) -> int:
+    """Of a program, which all have as many of its keys: `SMALL_TILE` or more."""
+    return min(MOST_WARPS, keys_of_few(cut.dims, cut.decode_tile) // SMALL_TILE)
 
 
 def kernel_of(cut: LayerCut, num_requests: int) -> Any | None:

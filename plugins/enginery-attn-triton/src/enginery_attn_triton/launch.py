@@ -16,7 +16,7 @@ from enginery_attn_triton.kernels.prefill import prefill
 from enginery_attn_triton.launches import Launches
 from enginery_attn_triton.plan import Split, Tiles
 from enginery_attn_triton.spec import is_interpreted
-from enginery_attn_triton.tiling import FEW_ROWS, HeadDims, LayerCut, Tile
+from enginery_attn_triton.tiling import FEW_ROWS, HeadDims, LayerCut, Tile, keys_of_few
 
 _LOG2_E: Final = math.log2(math.e)
 _MERGED_AT_ONCE: Final = 8192  # values of parts
@@ -164,11 +164,11 @@ def run_decode(
 
 def _of_few(q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, scores: Scores) -> dict[str, Any]:
     """What `decode_few` is compiled for."""
-    num_warps = few_requests.num_warps(cut.decode_tile)
+    num_warps = few_requests.num_warps(cut)
     return dict(
         PAGE_SIZE=memory.k.shape[1],
         ROWS=FEW_ROWS,
-        KEYS=cut.decode_tile.keys // num_warps,
+        KEYS=keys_of_few(cut.dims, cut.decode_tile) // num_warps,
         SOFTCAP=scores.softcap is not None,
         SINKS=scores.sinks is not None,
         CHAINED=cut.chained,

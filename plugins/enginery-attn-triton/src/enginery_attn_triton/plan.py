@@ -148,9 +148,9 @@ class Layout(NamedTuple):
         """Of a captured plan for so many requests. shares: whether keys that requests share are read once."""
         found = {}
         for cut, (splits, tall, items) in zip(self.cuts, self.places, strict=True):
-            num_tall, chunks = cut.tall_room(num_requests) if shares else 0, num_requests * cut.chunks
+            num_tall = cut.tall_room(num_requests) if shares else 0
             found[cut] = Split(
-                items=rows_at(buffer, items, chunks + cut.room(chunks), 8),
+                items=rows_at(buffer, items, cut.captured_items(num_requests), 8),
                 splits=rows_at(buffer, splits, num_requests * cut.length, 2),
                 tall=rows_at(buffer, tall, num_tall, 8) if num_tall else None,
                 merged=cut.extra > 0 and not (shares and cut.is_one_tile),
@@ -167,10 +167,9 @@ class Layout(NamedTuple):
             if cut not in wanted:
                 continue
             items, splits, num_tall = cut_for(cut)
-            chunks = num_requests * cut.chunks
             fill(values[splits_place:], splits, 2 * num_requests * cut.length)
             fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num_requests))
-            fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
+            fill(values[items_place:], items[num_tall:], 8 * cut.captured_items(num_requests))
 
 
 class GraphState:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from enginery.kv.shared_prefixes import Ints, SharedPrefix, shared_prefixes
-from enginery_attn_triton.tiling import MAX_WAVES, TALL_WAVES, DecodeCut, Tile
+from enginery_attn_triton.tiling import TALL_WAVES, DecodeCut, Tile
 
 MIN_SHARED_TOKENS: Final = 256  # that requests begin with, for them to be read once
 MIN_SHARING: Final = 2  # requests
@@ -186,7 +186,7 @@ def _split(rows: Rows, cut: DecodeCut, *, num: int, columns: int, tall: bool) ->
     items[stops - 1, 3] = rows.end
     items[:, 4] += index  # -1 has one item
     num_tall = int(stops[num_shared - 1]) if num_shared and tall else 0
-    if cut.wave < len(items) - num_tall <= MAX_WAVES * cut.wave:  # the longest first, so that the last ones to run are short
+    if cut.wave < len(items) - num_tall:  # the longest first, so that the last ones to run are short
         usual = items[num_tall:]
         lengths = (usual[:, 2] - usual[:, 3]) // cut.tile_keys  # negative
         items[num_tall:] = usual.take(lengths.astype(np.int16).argsort(kind="stable"), axis=0)  # 16 bits are sorted by radix
@@ -220,13 +220,16 @@ def _num_waves(tiles: Ints, wave: int, *, tile_keys: int, most: int) -> int:
 
 
 def _filling_waves(tiles: Ints, cut: DecodeCut, *, num_requests: int, least: int | Ints) -> int | Ints:
-    """One wave where no item of it is much longer than the others; else as many items as there is room for."""
-    wave = cut.wave_of(num_requests)
+    """One wave where no item of it is much longer than the others; else as many items as there is room for. Where requests fill a
+    wave as they are, those alone are split that would be the last to end: parts and their merging cost more than they even out."""
+    wave, total = cut.wave_of(num_requests), int(np.add.reduce(tiles))
+    if num_requests >= (wave if cut.length == 1 else 3 * wave // 4):
+        least = _at_least(max(total // wave, 2 * total // len(tiles)), least)
     waves = _num_waves(tiles, wave, tile_keys=cut.tile_keys, most=cut.most_waves(num_requests))
     one = min(wave, num_requests + cut.extra)
     if waves == 1 and len(tiles) <= one:
         per = tiles_per_item(tiles, most=one, least=least)
-        if int(np.max(per)) <= 1.5 * int(np.add.reduce(tiles)) / wave + ITEM_TILES:
+        if int(np.max(per)) <= 1.5 * total / wave + ITEM_TILES:
             return per
     return tiles_per_item(tiles, most=num_requests + cut.room(num_requests, waves=waves), least=least)
 

@@ -25,7 +25,8 @@ FEW_REQUESTS: Final = 2  # of `kernels.decode_few`
 FEW_ROWS: Final = 8  # heads of one KV head, of all requests that may share an item: the matrix units' columns
 FEW_RESIDENT: Final = {64: 4, 128: 3, 256: 4}
 """Of its programs, that run on a multiprocessor at once, by dims of a head."""
-LATENT_BYTES: Final = 160 << 10  # of shared memory, that tiles of latents with more rows than a small tile's take
+TALL_RESIDENT: Final = 2  # programs that run on a multiprocessor at once, of tiles with more rows than a small one
+LARGE_BYTES: Final = 160 << 10  # of shared memory, that tiles larger than 32 KB take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +127,37 @@ class Tile:
 
 
 def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
-    """The heads of `length` tokens against about 32 KB of keys and values. Of latents, what shared memory holds."""
+    """The heads of `length` tokens against about 32 KB of keys and values, 64 of long heads and of 32 rows. Of latents, what shared
+    memory holds."""
     rows = min(64, padded(dims.group * length))
-    if dims.shared and dims.itemsize == 2 and rows > SMALL_TILE and device.shared_bytes >= LATENT_BYTES:
+    if dims.shared and dims.itemsize == 2 and rows > SMALL_TILE and device.shared_bytes >= LARGE_BYTES:
         # a tile's products take as long with 64 keys as with 16: 32 rows are faster in two programs with all keys of an item each
         rows, keys, stages = (SMALL_TILE, 64, 3) if rows == 32 else (rows, 32, 2)
         return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=8, stages=stages)
-    room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10
+    large = _has_large_tile(dims, rows) and device.shared_bytes >= LARGE_BYTES
+    room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 64 << 10 if large else 32 << 10
     keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
     warps = 8 if rows * padded(dims.value) > 8192 else 4
-    return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=3)
+    stages = 2 if large and keys * dims.token_bytes > 32 << 10 else 3
+    return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=stages)
+
+
+def _has_large_tile(dims: HeadDims, rows: int) -> bool:
+    """Where fewer and larger tiles were faster on an H200: of 16 bits, for heads of 256 dims, and for 32 rows of 128."""
+    return not dims.shared and dims.itemsize == 2 and (rows == 32 or (rows == SMALL_TILE and dims.main >= 256))
 
 
 def resident(tile: Tile, dims: HeadDims, device: Device) -> int:
     """Programs that run on a multiprocessor at once, about. One whose rows have values as long as latents takes all registers."""
     if dims.shared and tile.warps == 8:
         return 1
-    return max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
+    most = 4 if tile.rows == SMALL_TILE else TALL_RESIDENT
+    return max(1, min(most, device.shared_bytes // (tile.keys * dims.token_bytes + (16 << 10))))
+
+
+def keys_of_few(dims: HeadDims, tile: Tile) -> int:
+    """Of a tile, those that a program of `kernels.decode_few` has at once: 32 KB."""
+    return min(tile.keys, (32 << 10) // dims.token_bytes)
 
 
 def most_of_few(dims: HeadDims, tile: Tile, together: int) -> int:
@@ -157,7 +172,7 @@ def tall_tile(dims: HeadDims, usual: Tile) -> Tile | None:
     """For the heads of several requests. None where registers do not hold it, or the usual tile is full already."""
     if dims.shared or dims.itemsize == 4 or dims.blocks[2] > 128 or 2 * dims.group > TALL_ROWS:
         return None
-    return dataclasses.replace(usual, rows=TALL_ROWS)
+    return dataclasses.replace(usual, rows=TALL_ROWS, keys=keys_of_few(dims, usual), stages=3)
 
 
 def prefill_tile(dims: HeadDims, device: Device, *, max_rows: int, paged: bool = True) -> Tile:
@@ -238,6 +253,11 @@ class DecodeCut:
         waves, wave = min(waves, self.most_waves(num_requests)), self.wave_of(num_requests)
         return min(self.extra, max(waves * wave - num_requests, wave))
 
+    def captured_items(self, num_requests: int) -> int:
+        """At the most, of a captured step for so many requests, of which a few alone may decode."""
+        chunks = num_requests * self.chunks
+        return chunks + max(self.room(chunks), self.few_wave)
+
     def tall_room(self, num_requests: int) -> int:
         """Items of tall tiles, at the most."""
         return TALL_WAVES * self.tall_wave if num_requests >= TALL_REQUESTS else 0
@@ -281,7 +301,7 @@ class LayerCut:
             tall_together=tall.rows // dims.group if tall else 1,
             tall_wave=max(1, 2 * device.num_units // programs) if tall else 0,
             few=few,
-            few_wave=min(wave, max(1, FEW_RESIDENT[dims.main] * device.num_units // programs)) if few else 0,
+            few_wave=min(extra, max(1, FEW_RESIDENT[dims.main] * device.num_units // programs)) if few else 0,
         )
         return cls(kind=kind, dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
 

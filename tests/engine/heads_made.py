@@ -24,6 +24,16 @@ from safetensors.torch import load_file, save_file
 SIZE, VOCABULARY, HEADS, KV_HEADS, DIM = 64, 256, 4, 2, 16
 OWN_VOCABULARY = 96
 EPS = 1e-5
+LAYER = dict(
+    hidden_size=SIZE,
+    intermediate_size=2 * SIZE,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    num_hidden_layers=1,
+    max_position_embeddings=2048,
+    rms_norm_eps=EPS,
+    model_type="llama",
+)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
@@ -48,6 +58,29 @@ def drawn(shapes: Mapping[str, Sequence[int]], seed: int = 3) -> dict[str, torch
     return found
 
 
+def biases(at: str) -> dict[str, tuple[int, ...]]:
+    """Of queries, keys and values, as in Qwen2's layers."""
+    return {f"{at}.{name}_proj.bias": (heads * DIM,) for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+
+
+def behind_attention(residual: torch.Tensor, x: torch.Tensor, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[T, C]: what a head's layer, whose attention is given `x`, leaves of the residual stream. own: its tensors."""
+    q, k, v = (
+        (x @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0.0))
+        .view(len(x), -1, DIM)
+        .transpose(0, 1)
+        for name in "qkv"
+    )  # [H, T, D]
+    k, v = (each.repeat_interleave(HEADS // KV_HEADS, 0) for each in (rotated(k), v))
+    scores = rotated(q) @ k.transpose(1, 2) / math.sqrt(DIM)
+    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
+    residual = residual + attended @ own["self_attn.o_proj.weight"].T
+    x = norm(residual, own["post_attention_layernorm.weight"])
+    inner = F.silu(x @ own["mlp.gate_proj.weight"].T) * (x @ own["mlp.up_proj.weight"].T)
+    return residual + inner @ own["mlp.down_proj.weight"].T
+
+
 @dataclass(frozen=True, kw_only=True)
 class Eagle3:
     """An EAGLE-3 head. config: beside its layer's. layer: what its tensors begin with. own: size of its vocabulary.
@@ -64,6 +97,11 @@ class Eagle3:
     num_features: int = 3
     target_size: int = SIZE
     vocab_size: int = VOCABULARY
+
+    @property
+    def has_embedding(self) -> bool:
+        """One of its own: as wide as it is, or trained with it, as speculators does where it is told to."""
+        return self.target_size != SIZE or bool(self.config.get("embed_requires_grad"))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         at, inner = self.layer, 2 * SIZE
@@ -83,7 +121,8 @@ class Eagle3:
                 "norm.weight": (SIZE,),
                 **({"lm_head.weight": (self.own, SIZE)} if self.has_head else {}),
                 **({"input_norm.weight": (self.num_features * self.target_size,)} if self.config.get("norm_before_fc") else {}),
-                **({"embed_tokens.weight": (self.vocab_size, SIZE)} if self.target_size != SIZE else {}),
+                **({"embed_tokens.weight": (self.vocab_size, SIZE)} if self.has_embedding else {}),
+                **(biases(f"{at}.self_attn") if self.config.get("qkv_bias") else {}),
             }
         )
         if self.own < self.vocab_size or self.maps_all:
@@ -93,17 +132,7 @@ class Eagle3:
         return found
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None, **config: object) -> Path:
-        layer = dict(
-            hidden_size=SIZE,
-            intermediate_size=2 * SIZE,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            num_hidden_layers=1,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=2048,
-            rms_norm_eps=EPS,
-            model_type="llama",
-        )
+        layer = {**LAYER, "vocab_size": self.vocab_size}
         beside = {"draft_vocab_size": self.own, **self.config, **config}
         if self.is_speculators:
             stated = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer}
@@ -120,17 +149,7 @@ class Eagle3:
         normed = norm(hidden, own["hidden_norm.weight"])
         x = torch.cat((norm(embedded, own["input_layernorm.weight"]), normed), -1)
         residual = normed if self.config.get("norm_before_residual", self.is_speculators) else hidden
-        q, k, v = (
-            (x @ own[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, DIM).transpose(0, 1) for name in "qkv"
-        )  # [H, T, D]
-        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 0) for each in (rotated(k), v))
-        scores = rotated(q) @ k.transpose(1, 2) / math.sqrt(DIM)
-        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
-        residual = residual + attended @ own["self_attn.o_proj.weight"].T
-        x = norm(residual, own["post_attention_layernorm.weight"])
-        inner = F.silu(x @ own["mlp.gate_proj.weight"].T) * (x @ own["mlp.up_proj.weight"].T)
-        return residual + inner @ own["mlp.down_proj.weight"].T
+        return behind_attention(residual, x, own)
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """Whose input it takes, of a target with so many layers."""
@@ -214,6 +233,34 @@ def eagle3_step(head: Eagle3, target: torch.nn.Module) -> tuple[Step, Callable[[
         return (normed if head.config.get("norm_output") else made), logits
 
     return step, mixed
+
+
+def write_eagle(folder: Path, target: torch.nn.Module, *, has_biases: bool, **config: object) -> Step:
+    """An EAGLE head for a target of float64, as its authors publish it, and what it computes."""
+    at, inner = "layers.0", 2 * SIZE
+    sizes = {
+        "fc.weight": (SIZE, 2 * SIZE),
+        "fc.bias": (SIZE,),
+        **{f"{at}.self_attn.{name}_proj.weight": (count * DIM, SIZE) for name, count in (("q", HEADS), ("k", KV_HEADS))},
+        f"{at}.self_attn.v_proj.weight": (KV_HEADS * DIM, SIZE),
+        f"{at}.self_attn.o_proj.weight": (SIZE, HEADS * DIM),
+        f"{at}.post_attention_layernorm.weight": (SIZE,),
+        **{f"{at}.mlp.{name}_proj.weight": (inner, SIZE) for name in ("gate", "up")},
+        f"{at}.mlp.down_proj.weight": (SIZE, inner),
+        **(biases(f"{at}.self_attn") if has_biases else {}),
+    }
+    tensors, stated = drawn(sizes), {"architectures": ["LlamaForCausalLM"], **LAYER, "vocab_size": VOCABULARY, **config}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    save_file(tensors, folder / "model.safetensors")
+    own = {name.removeprefix(f"{at}."): each.double() for name, each in tensors.items()}
+
+    def step(ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.cat((target.model.embed_tokens.weight[ids], hidden), -1) @ own["fc.weight"].T + own["fc.bias"]
+        made = behind_attention(x, x, own)
+        return made, made @ target.lm_head.weight.T
+
+    return step
 
 
 @dataclass(frozen=True, kw_only=True)

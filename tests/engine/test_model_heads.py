@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine import model_heads
-from engine.heads_made import VOCABULARY, Eagle3, double, eagle3_step, states_of
+from engine.heads_made import VOCABULARY, Eagle3, double, eagle3_step, states_of, write_eagle
 from engine.model_heads import PROMPT, asking, assert_guesses, assert_same_answers, guesses_of, options
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import answers_of
@@ -43,6 +43,10 @@ LAYOUTS: dict[str, Eagle3] = {
     "layers whose output is named": Eagle3(
         config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5], "use_aux_hidden_state": True}}
     ),
+    "speculators, an embedding that was trained with it": Eagle3(
+        layer="layers.0", is_speculators=True, config={"embed_requires_grad": True}
+    ),
+    "biases of Qwen2": Eagle3(config={"qkv_bias": True}),
     "two layers": Eagle3(num_features=2, config={"eagle_aux_hidden_state_layer_ids": [6, 0]}),
 }
 
@@ -66,6 +70,18 @@ def test_an_eagle3_head_guesses_as_in_plain_torch(
 
     own = torch.arange(head.own) + head.tensors().get("d2t", torch.zeros(head.own, dtype=torch.int64))
     assert_guesses(found, [step], features, mixed=mixed, own=own)
+
+
+@pytest.mark.parametrize("stated", [{"qkv_bias": True}, {"architectures": ["Qwen2ForCausalLMEagle"]}, {}])
+def test_an_eagle_head_for_qwen2_guesses_with_its_biases(
+    llama: Oracle, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: dict[str, object]
+) -> None:
+    """Of queries, keys and values. Its authors' config.json says so by a key of theirs, SGLang's by the architecture."""
+    target = double(llama)
+    step = write_eagle(tmp_path, target, has_biases=True, **stated)
+    engine = Engine.build(options(llama.folder, drafter="eagle", draft_model=str(tmp_path), draft_length="3"), registry)
+    found = guesses_of(engine, llama.prompts[4][:PROMPT], monkeypatch)
+    assert_guesses(found, [step], lambda tokens: states_of(target, tokens)[-1])
 
 
 def before_norm(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:

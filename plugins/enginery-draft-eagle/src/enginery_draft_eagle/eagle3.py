@@ -27,20 +27,21 @@ from enginery.nn.attention import take_out
 from enginery.nn.decoder import dense_mlp
 from enginery.nn.norm import take_norm
 from enginery.nn.rotary import rotary_table
+from enginery_draft_eagle.spec.eagle import with_stored_biases
 from enginery_draft_eagle.spec.eagle3 import Eagle3Shape
 
 
 class WideAttention:
     """Causal self-attention whose input is twice as wide as its output, bound to its backend's `attend` when built."""
 
-    def __init__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape, bias: bool) -> None:
+    def __init__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape) -> None:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         rows = (heads * dim, kv_heads * dim, kv_heads * dim)
         names = ("q_proj", "k_proj", "v_proj")
         self.qkv = weights.linear(
-            LinearShape(names=names, rows=rows, columns=2 * shape.hidden_size, cut=Cut.ROWS, unit=(dim,) * 3, bias=bias)
+            LinearShape(names=names, rows=rows, columns=2 * shape.hidden_size, cut=Cut.ROWS, unit=(dim,) * 3, bias=shape.qkv_bias)
         )
-        self.out = take_out(weights, "o_proj", hidden=shape.hidden_size, heads=heads, dim=dim, bias=bias)
+        self.out = take_out(weights, "o_proj", hidden=shape.hidden_size, heads=heads, dim=dim, bias=shape.out_bias)
         self.spec, self.dim = context.stage.spec(0, scale=dim**-0.5), dim
         self.num_heads = self.spec.facts.num_heads  # of this rank
         self.num_rotated = self.num_heads + self.spec.facts.num_kv_heads
@@ -61,8 +62,8 @@ class WideAttention:
 class Eagle3Head:
     """Implements `enginery.api.Model` and `MappedVocabulary`.
 
-    The embedding is the target's, if that is as wide as the head; so is the output head, if the checkpoint has none and the
-    vocabulary is the same.
+    The embedding is the target's, unless that is of another width or the head was trained with its own; so is the output head, if
+    the checkpoint has none and the vocabulary is the same.
     """
 
     def __init__(self, context: ModelContext, head: Eagle3Shape) -> None:
@@ -75,12 +76,12 @@ class Eagle3Head:
         self.fc = weights.linear(LinearShape(names=("fc",), rows=(size,), columns=mixed, bias=head.bias))
         self.mixed_norm = take_norm(weights, "input_norm", mixed) if head.norms_features else None
         self.embedding_norm, self.hidden_norm = (take_norm(layer, name, size) for name in ("input_layernorm", "hidden_norm"))
-        self.attention = WideAttention(context, layer.scope("self_attn"), shape=shape, bias=shape.qkv_bias)
+        self.attention = WideAttention(context, layer.scope("self_attn"), shape=with_stored_biases(shape, layer))
         self.mlp_norm = take_norm(layer, shape.norms.mlp, size)
         self.mlp = dense_mlp(context, layer, shape=shape)
         self.norm = take_norm(weights, "norm", size)
         self.embedding: torch.Tensor | None = None
-        if head.target_size != size:
+        if head.own_embedding:
             self.embedding = weights.take("embed_tokens.weight", (shape.vocab_size, size))
         self.head: Linear | None = None
         is_smaller = head.vocab_size != shape.vocab_size

@@ -22,6 +22,7 @@ from enginery.api import (
 from enginery.nn.decoder import dense_mlp, layer_attention
 from enginery.nn.norm import take_norm
 from enginery.nn.rotary import rotary_table
+from enginery_draft_eagle.spec.eagle import with_stored_biases
 
 
 class EagleHead:
@@ -33,7 +34,7 @@ class EagleHead:
         bias = bool(context.config.get("bias", weights.has("fc.bias")))
         self.fc = weights.linear(LinearShape(names=("fc",), rows=(size,), columns=2 * size, cut=Cut.NONE, bias=bias))
         layer = weights.scope("layers.0")
-        self.attention = layer_attention(context, layer, shape=shape, index=0)
+        self.attention = layer_attention(context, layer, shape=with_stored_biases(shape, layer), index=0)
         self.norm = take_norm(layer, shape.norms.mlp, size, offset=shape.norm_offset)
         self.mlp = dense_mlp(context, layer, shape=shape)
         self.rotary = rotary_table(shape.rope, context.max_positions, dtype=context.dtype, device=context.device)

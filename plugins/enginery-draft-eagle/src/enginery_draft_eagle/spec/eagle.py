@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from enginery.api import (
     ModelContext,
     ModelFacts,
     ModelSpec,
+    WeightSource,
     read_decoder_shape,
     whole_number,
 )
@@ -23,7 +25,13 @@ def one_layer(config: Mapping[str, Any]) -> DecoderShape:
     if (count := whole_number(config, "num_hidden_layers")) != 1:
         raise CheckpointError(f"config.json of the head has {count} layers (num_hidden_layers); a head has 1")
     bias = bool(config.get("attention_bias", False))
-    return read_decoder_shape(config, qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+    qkv_bias = bias or bool(config.get("qkv_bias", False))
+    return read_decoder_shape(config, qkv_bias=qkv_bias, out_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+
+
+def with_stored_biases(shape: DecoderShape, layer: WeightSource) -> DecoderShape:
+    """With biases of queries, keys and values where the layer has them: config.json of a head for Qwen2 need not say so."""
+    return dataclasses.replace(shape, qkv_bias=shape.qkv_bias or layer.has("self_attn.q_proj.bias"))
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

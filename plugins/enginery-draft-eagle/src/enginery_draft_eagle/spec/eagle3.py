@@ -31,7 +31,8 @@ class Eagle3Shape:
     """decoder: its one layer. vocab_size: V'. layers: of the target, whose input it takes; None for what the paper takes.
 
     target_size: hidden size of the target. norms_residual: the residual stream begins behind `hidden_norm`. norms_features: a norm
-    stands before `fc`. carries_normed: what a guess leaves to the next is behind the last norm. bias: of `fc`.
+    stands before `fc`. carries_normed: what a guess leaves to the next is behind the last norm. bias: of `fc`. own_embedding: its
+    embedding is not the target's.
     """
 
     decoder: DecoderShape
@@ -42,6 +43,7 @@ class Eagle3Shape:
     norms_features: bool
     carries_normed: bool
     bias: bool
+    own_embedding: bool
 
     @property
     def num_features(self) -> int:
@@ -66,15 +68,17 @@ def shape(config: Mapping[str, Any]) -> Eagle3Shape:
         if (stated := config.get(key, own.get(key))) is not None and bool(stated) != wanted:
             raise CheckpointError(f"config.json of the EAGLE-3 head has {key} {stated!r}; heads are served with {wanted} only")
     decoder = one_layer(layer)
+    target_size = whole_number(config, "target_hidden_size", decoder.hidden_size)
     return Eagle3Shape(
         decoder=decoder,
         vocab_size=whole_number(config, "draft_vocab_size", decoder.vocab_size),
         layers=_layers(config.get(LAYER_IDS), own.get(LAYER_IDS)),
-        target_size=whole_number(config, "target_hidden_size", decoder.hidden_size),
+        target_size=target_size,
         norms_residual=bool(config.get("norm_before_residual", is_speculators)),
         norms_features=bool(config.get("norm_before_fc", False)),
         carries_normed=bool(config.get("norm_output", False)),
         bias=bool(config.get("bias", False)),
+        own_embedding=target_size != decoder.hidden_size or bool(config.get("embed_requires_grad", False)),  # of speculators
     )
 
 

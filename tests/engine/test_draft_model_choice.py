@@ -102,11 +102,22 @@ def test_a_head_is_known_by_its_tensors_where_config_json_names_the_architecture
     pickled = folder / "pytorch_model.bin"
     torch.save(load_file(folder / "model.safetensors"), pickled)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"architecture LlamaForCausalLM, and has not .* is a pickle of PyTorch, not read here"):
+    with pytest.raises(ConfigError, match=r"architecture LlamaForCausalLM, and is no such head: .* is a pickle of PyTorch"):
         Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
     whole = str(DRAFTERS["standalone"])
-    with pytest.raises(ConfigError, match=r"has not the tensors of such a head .*; give another --draft-model, or --drafter stand"):
+    with pytest.raises(ConfigError, match=r"is no such head: .* has 3 layers .*; give another, or take --drafter standalone"):
         Engine.build(embedded(drafter="eagle", draft_model=whole), registry)
+
+
+def test_what_is_wrong_with_a_head_that_names_the_architecture_of_the_target_is_said(registry: Registry, tmp_path: Path) -> None:
+    """Not that it lacks tensors, which it has."""
+    folder = changed_head(tmp_path, architectures=["LlamaForCausalLM"], hidden_act="gelu")
+    with pytest.raises(ConfigError, match=r"is no such head: config\.json has hidden_act 'gelu'"):
+        Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
+    without = {"change": lambda tensors: {name: each for name, each in tensors.items() if name != "fc.weight"}}
+    changed_head(tmp_path, architectures=["LlamaForCausalLM"], **without)
+    with pytest.raises(ConfigError, match=r"is no such head: it has no tensor 'fc\.weight'"):
+        Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
 
 
 def test_auto_knows_a_head_by_its_tensors_too(registry: Registry, tmp_path: Path) -> None:

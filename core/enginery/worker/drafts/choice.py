@@ -13,7 +13,7 @@ from enginery.checkpoint.files import scan_checkpoint, unstack
 from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.drafting import DrafterSpec
-from enginery.contracts.model import ModelFacts
+from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import CheckpointError, ConfigError, PluginError
 from enginery.plugin.boundary import gives_trees, inside, siblings_of
@@ -114,14 +114,18 @@ def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:
 
 def is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
     """Whether the checkpoint has its tensors: who copies or converts one may leave them out."""
-    if (model := spec.model) is None:
-        return False
+    return spec.model is not None and not why_not_stored(spec.model, config, folder)
+
+
+def why_not_stored(model: ModelSpec, config: Mapping[str, object], folder: Path) -> str:
+    """What the checkpoint lacks of this model, or is wrong in its config.json for it; nothing where it has all tensors."""
     try:
         stored = unstack(scan_checkpoint(folder), model.stacked_weights)
         needed = needed_weights(model, config, torch.float32, names=stored.keys()).pieces
-    except CheckpointError:
-        return False
-    return all(source.name in stored for piece in needed for part in piece.slices for source in part.sources)
+    except CheckpointError as error:
+        return str(error)
+    names = (source.name for piece in needed for part in piece.slices for source in part.sources)
+    return next((f"it has no tensor {name!r}" for name in names if name not in stored), "")
 
 
 def _best(

@@ -14,7 +14,6 @@ import torch
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import find_folder, read_config
-from enginery.checkpoint.formats import other_weights
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, Axis, Fill, NamedTensor
@@ -30,7 +29,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import AttentionChoice, choose_attention
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, shipped_drafters
-from enginery.worker.drafts.choice import is_stored
+from enginery.worker.drafts.choice import why_not_stored
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.memory_plan import rotary_bytes
@@ -97,12 +96,10 @@ def _own_family(offer: Offer[DrafterSpec], config: Mapping[str, object], folder:
     spec, architectures = offer.spec.model, config["architectures"]
     assert spec is not None, "a drafter that is a model states which"
     assert isinstance(architectures, list)
-    if not set(architectures) & set(spec.architectures) and not is_stored(offer.spec, config, folder):
-        unread = "" if any(folder.glob("*.safetensors")) else other_weights(folder)
+    if not set(architectures) & set(spec.architectures) and (why := why_not_stored(spec, config, folder)):
         raise ConfigError(
             f"--drafter is {offer.name}, which runs {', '.join(spec.architectures)}, but {folder} is of the architecture "
-            f"{', '.join(architectures)}, and has not the tensors of such a head in safetensors; "
-            + (unread or "give another --draft-model, or --drafter standalone for a whole model")
+            f"{', '.join(architectures)}, and is no such head: {why}; give another, or take --drafter standalone for a whole model"
         )
     return dataclasses.replace(cast("Offer[Any]", offer), spec=spec)
 

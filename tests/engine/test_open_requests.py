@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from engine.test_llm import GREEDY, TINY
 
-from enginery import LLM
+from enginery import LLM, AsyncLLM, SamplingParams
+from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.llm import open_requests
 from enginery.text.detokenize import CompletionText
 
@@ -28,3 +31,16 @@ def test_what_interrupts_a_submission_leaves_no_request_running(monkeypatch: pyt
                 model.generate([[1, 2], [3]], GREEDY)
         assert not model._engine.has_work
         assert model.generate([1, 2], GREEDY)[0].token_ids
+
+
+def test_a_completion_may_end_in_the_step_that_answers_for_its_grammar() -> None:
+    """While another of its request goes on: the second prompt has no room in that step. The engine was gone, for everybody."""
+    choice = Grammar(kind=GrammarKind.CHOICE, source='["yes","no"]')
+    params = SamplingParams(max_tokens=1, n=2, seed=1, grammar=choice)
+
+    async def told() -> list[int]:
+        async with AsyncLLM(**TINY, max_batch_tokens=16) as model:
+            generation = await model.generate(list(range(12)), params)
+            return [len(one.token_ids) for one in generation.completions]
+
+    assert asyncio.run(told()) == [1, 1]

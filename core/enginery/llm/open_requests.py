@@ -57,8 +57,8 @@ class OpenRequests:
         return self.take_in(self.engine.step())
 
     def take_in(self, outputs: Iterable[RequestOutput]) -> list[GrowingCompletion]:
-        """Add outputs of the engine to their completions, and abort what a stop string ended. Returns the completions that grew."""
-        grown = []
+        """Add outputs of the engine, several of one completion too, and abort what a stop string ended. Returns what grew."""
+        grown: dict[str, GrowingCompletion] = {}
         for output in outputs:
             growing = self._open.get(output.request_id)
             if growing is None:  # it was aborted while its output was on its way
@@ -68,8 +68,8 @@ class OpenRequests:
                 del self._open[output.request_id]
                 if output.finish_reason is None and output.error is None:
                     self.engine.abort(output.request_id)
-            grown.append(growing)
-        return grown
+            grown[output.request_id] = growing
+        return list(grown.values())
 
     def abort(self, group: Iterable[GrowingCompletion]) -> None:
         """Abort those of the group that are still open; nothing more is added to them."""

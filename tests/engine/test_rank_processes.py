@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import re
 import signal
@@ -293,6 +294,27 @@ def test_experts_that_are_not_there_are_not_divided(mesh: ParallelFacts, tmp_pat
     asked = options(model=folder_of(tmp_path, "llama"))
     with pytest.raises(Unsupported, match=r"--ep divides experts among ranks, and .* has none; leave it out"):
         check_weights(choose(asked, registry, parallel=mesh))
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_attention": 2}], ids=str)
+def test_experts_whose_size_does_not_divide_are_divided_by_their_number(
+    mesh: dict[str, int], tmp_path: Path, registry: Registry, kept: KeptRanks
+) -> None:
+    """As Qwen3-30B-A3B-FP8's on eight ranks: six blocks each."""
+    (tmp_path / "config.json").write_text(json.dumps(SERVED["qwen3-moe"] | {"moe_intermediate_size": 33}))
+    asked = options(model=str(tmp_path), page_size=4, num_pages=128)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    one = serve(Engine.build(asked, registry), requests)
+    assert_equal(on_ranks(dataclasses.replace(asked, ep=True, **mesh), registry, kept, requests), one)
+
+
+@pytest.mark.parametrize("ep", [False, True])
+def test_what_ranks_of_another_stage_cannot_share_is_refused_by_the_first(ep: bool, tmp_path: Path, registry: Registry) -> None:
+    """The first of four layers is dense, and of the other stage."""
+    (tmp_path / "config.json").write_text(json.dumps(SERVED["deepseek-v3"] | {"intermediate_size": 33}))
+    mesh = ParallelFacts(tensor_size=2, num_stages=2, stage=1, cuts_experts=ep)
+    with pytest.raises(Unsupported, match=r"the output of model\.layers\.0\.mlp\.gate_proj: 33, which 2 ranks cannot share"):
+        check_weights(choose(options(model=str(tmp_path)), registry, parallel=mesh))
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:

@@ -50,7 +50,12 @@ def answers_and_guesses(engine: Engine, requests: Sequence[GenerationRequest]) -
 
 
 def assert_as_on_one(
-    registry: Registry, asked: EngineOptions, requests: Sequence[GenerationRequest], begin: Callable[[], None] = lambda: None
+    registry: Registry,
+    asked: EngineOptions,
+    requests: Sequence[GenerationRequest],
+    begin: Callable[[], None] = lambda: None,
+    *,
+    ep: bool = False,
 ) -> None:
     """Tokens of plain decoding, the guesses of one rank. begin: called before each engine that drafts."""
     plain = dataclasses.replace(asked, drafter="off", draft_model=None, draft_length="auto")
@@ -60,7 +65,7 @@ def assert_as_on_one(
     found, guesses = answers_and_guesses(one, requests)
     assert_told(found, expected)
     begin()
-    with on_threads(dataclasses.replace(asked, tp=2), registry) as (two, ranks):
+    with on_threads(dataclasses.replace(asked, tp=2, ep=ep), registry) as (two, ranks):
         assert_told(answers_of(two, requests), expected)
     assert sum(map(len, guesses)) > 10
     assert ranks.guesses == [guesses, guesses]
@@ -115,6 +120,13 @@ def test_a_chain_of_modules_is_divided(chain_of: Callable[..., Module], registry
     module = chain_of(name)
     asked = model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
     assert_as_on_one(registry, asked, asked_of(module.oracle.prompts))
+
+
+def test_a_module_without_experts_drafts_for_experts_that_are_divided(module_of: Callable[..., Module], registry: Registry) -> None:
+    """As MiMo's, where `--ep` is of the model alone."""
+    module = module_of("mimo-v2-flash")
+    asked = model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
+    assert_as_on_one(registry, asked, asked_of(module.oracle.prompts), ep=True)
 
 
 def test_ranks_read_the_keys_and_values_of_their_heads(llama_of_four: Oracle, registry: Registry, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import BuildProgress, ReportProgress
 from enginery.contracts.model import DraftTarget, Model, ModelContext
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import Collectives
+from enginery.contracts.parallel import WHOLE, Collectives
 from enginery.errors import Unsupported
 from enginery.kv.pool import PagedKVPool
 from enginery.nn.expert_loads import ExpertLoads
@@ -44,20 +44,16 @@ class NeededWeights:
     reader: FormatReader | None
 
 
-def check_weights(choice: Choice) -> NeededWeights:
-    """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
-    family, checkpoint, parallel = choice.family, choice.checkpoint, choice.parallel
-    stored: Mapping[str, StoredTensor] | None = None
-    if not checkpoint.random:
-        stored = unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
+def check_weights(choice: Choice, *, drafts: bool = False) -> NeededWeights:
+    """Compare what the model will ask for with what the checkpoint has. Reads headers only. drafts: `--ep` is another model's."""
+    family, checkpoint = choice.family, choice.checkpoint
+    stored = None if checkpoint.random else unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
     reader = None
     if choice.weight_format is not None:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
     record = of_all = _record(choice, stored, reader)
-    if parallel.num_stages > 1 or parallel.cuts_experts:
-        whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=(), cuts_experts=False)
-        of_all = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
-        _refuse_without_experts(choice, of_all)
+    if choice.parallel.num_stages > 1 or choice.parallel.cuts_experts:
+        of_all = _whole(choice, stored, reader, drafts=drafts)
     if stored is not None:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
@@ -66,11 +62,16 @@ def check_weights(choice: Choice) -> NeededWeights:
     return NeededWeights(record=record, stored=stored, reader=reader)
 
 
-def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
-    """Raise `Unsupported` for experts that are to be divided and are not there. of_all: ranks and stages."""
-    names = {part.name for piece in of_all.pieces for part in piece.slices}
-    if choice.parallel.cuts_experts and not any(is_of_expert(name) for name in names):
-        raise Unsupported(f"--ep divides experts among ranks, and {choice.checkpoint.name} has none; leave it out")
+def _whole(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None, *, drafts: bool) -> WeightRecord:
+    """Of all ranks and stages. Raises `Unsupported` for what those of other stages cannot share, and for `--ep` without experts."""
+    if choice.parallel.num_stages > 1:
+        all_stages = dataclasses.replace(choice.parallel, stage=0, num_stages=1, layers_by_stage=())
+        record = _record(dataclasses.replace(choice, parallel=all_stages), stored, reader)
+    if choice.parallel.cuts_experts:
+        record = _record(dataclasses.replace(choice, parallel=WHOLE), stored, reader)
+        if not drafts and not any(is_of_expert(part.name) for piece in record.pieces for part in piece.slices):
+            raise Unsupported(f"--ep divides experts among ranks, and {choice.checkpoint.name} has none; leave it out")
+    return record
 
 
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:

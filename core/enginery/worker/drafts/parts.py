@@ -225,7 +225,7 @@ def find_draft_needs(asked: EngineOptions, registry: Registry, target: Choice) -
         choice = choose_draft_model(asked, registry, target)
         if choice is None:
             return None
-        needed = check_weights(choice)
+        needed = check_weights(choice, drafts=True)
     except Unsupported as error:
         raise Unsupported(f"--drafter {asked.drafter} cannot run beside {target.checkpoint.name}: {error}") from error
     except CheckpointError as error:  # of two config.json it would not say which

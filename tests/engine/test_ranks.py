@@ -287,6 +287,16 @@ REFUSED = {
         4,
         "the attention's KV heads: 3, which 4 ranks cannot share",
     ),
+    "heads of SmolLM2-135M": (
+        stated(LlamaConfig(**shape(num_attention_heads=9, num_key_value_heads=3, hidden_size=144))),
+        2,
+        "query heads: 9, which 2 ranks cannot share; 3 ranks can",
+    ),
+    "one query head": (
+        stated(LlamaConfig(**shape(num_attention_heads=1, num_key_value_heads=1))),
+        2,
+        "query heads: 1, which 2 ranks cannot share; it is not for several ranks",
+    ),
     "heads of MLA": (CONFIGS["deepseek-v2"], 8, "the attention's query heads: 4"),
     "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "value heads: 6, which 4 ranks"),
     "key heads of a delta rule": (TWO_KEY_HEADS, 4, "key heads: 2, which 4 ranks cannot share; 2 ranks can"),

@@ -34,6 +34,7 @@ def share(size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: 
 
 
 def _unshared(size: int, unit: int, ranks: int, *, what: str, able: Sequence[int]) -> Unsupported:
+    able = able or [each for each in range(3, size // unit + 1) if size % (each * unit) == 0][:1]
     that_do = f"{' or '.join(map(str, able))} ranks can" if able else "it is not for several ranks"
     units = f" in units of {unit}" if unit > 1 else ""
     return Unsupported(f"{what}: {size}{units}, which {ranks} ranks cannot share; {that_do}")

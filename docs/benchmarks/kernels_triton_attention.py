@@ -301,15 +301,15 @@ def plans() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--verify", nargs="*", choices=VERIFYING, help="of none named, all")
     asked = parser.parse_args()
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
     torch.manual_seed(0)
     found = []
 
     def rows() -> Iterator[dict[str, Any]]:
-        if asked.verify:
-            for name in VERIFYING:
+        if asked.verify is not None:
+            for name in asked.verify or VERIFYING:
                 yield from verifies(name)
             return
         yield from plans()

@@ -18,6 +18,8 @@ import pytest
 import torch
 from parity.engine_driver import drain, generate, greedy, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, LATENT_EXPERT_FAMILIES, Oracle
+from parity.test_gemma import GEMMAS
+from parity.test_hybrids import HYBRIDS
 from parity.test_mamba import FAMILIES as MAMBA
 
 from enginery.config.schema import EngineOptions
@@ -237,11 +239,15 @@ def assert_mesh_tells_what_transformers_tells(oracle: Oracle, registry: Registry
 
 @TWO_GPUS
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp_attention": 2}, {"dp_attention": 2, "ep": True}, {"tp": 2, "ep": True}])
-@pytest.mark.parametrize("family", ["deepseek-v2-lite-experts", "nemotron_h_moe"])
+@pytest.mark.parametrize("family", ["deepseek-v2-lite-experts", "nemotron_h_moe", "qwen3_next", "gemma3"])
 def test_other_meshes_of_two_gpus_tell_what_transformers_tells(
     write_oracle: Callable[..., Oracle], registry: Registry, family: str, mesh: dict[str, object]
 ) -> None:
-    assert_mesh_tells_what_transformers_tells(write_oracle(family, (ALL_FAMILIES | MAMBA)[family]), registry, mesh)
+    """Latents, scans, delta rules, and windows, whose model is dense."""
+    if family == "gemma3":
+        mesh = {name: value for name, value in mesh.items() if name != "ep"}
+    oracle = write_oracle(family, (ALL_FAMILIES | MAMBA | HYBRIDS | GEMMAS)[family])
+    assert_mesh_tells_what_transformers_tells(oracle, registry, mesh)
 
 
 @FOUR_GPUS

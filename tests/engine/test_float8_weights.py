@@ -229,6 +229,7 @@ def test_float8_without_its_scales_is_refused(tmp_path: Path, files: dict[str, t
     with pytest.raises(CheckpointError) as error:
         made.read(lambda weights: weights.take("w.weight", (130, 4)))
     assert said in str(error.value)
+    assert ("made from" in str(error.value)) == ("I8" in said), "float8 is read here, and these files are damaged"
 
 
 def test_random_weights_of_a_float8_shape_give_outputs_of_the_size_of_their_inputs(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_it_is_chosen_for_blocks_of_128_and_says_so() -> None:
 @pytest.mark.parametrize("size", [None, [64, 64]])
 def test_other_float8_is_refused_with_the_size(size: object) -> None:
     config = {"quant_method": "fp8", "weight_block_size": size}
-    with pytest.raises(CheckpointError, match="reads blocks of 128 x 128, and weight_block_size is"):
+    with pytest.raises(CheckpointError, match=r"128 x 128, and weight_block_size is.*Take the model that it was made from"):
         formats.choose_format(config, Registry.load().offers(WeightFormatSpec), needs(config))
 
 
@@ -264,6 +265,10 @@ def test_a_format_whose_plugin_is_not_used_is_named(tmp_path: Path) -> None:
     folder, without = write_tiny_checkpoint(tmp_path, TINY_CONFIG | {"quantization_config": CONFIG}), ("format-fp8",)
     with pytest.raises(CheckpointError, match=r"read here yet.*\nplugin format-fp8 .* might offer it but is blocked"):
         LLM(str(folder), load_format="dummy", blocked_plugins=without)
+
+
+def test_a_text_model_s_own_quantization_config_counts() -> None:
+    assert formats.stated_quantization({"text_config": {"quantization_config": CONFIG}}) == CONFIG
 
 
 class RowFloat8:

@@ -47,7 +47,7 @@ def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, o
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
+    """config.json, with what hf_quant_config.json says of its weights; `architectures` is in it. Raises `CheckpointError`."""
     path = folder / "config.json"
     if not path.exists():
         check_folder(folder)
@@ -58,7 +58,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f'{path} does not name its architecture; it needs "architectures": ["..."], and has {architectures!r}'
         )
-    return config
+    made = read_json(folder / "hf_quant_config.json").get("quantization")  # ModelOpt's, in place of a quantization_config
+    stated = {"quant_method": "modelopt", **made} if isinstance(made, dict) and made.get("quant_algo") else None
+    return config if stated is None else {"quantization_config": stated} | config
 
 
 def read_json(path: Path) -> dict[str, object]:

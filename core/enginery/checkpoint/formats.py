@@ -86,19 +86,13 @@ def other_weights(folder: Path) -> str:
     return ""
 
 
-def refuse_quantization(stated: object, formats: Sequence[str], said: Sequence[str] = ()) -> CheckpointError:
-    """For a quantization_config that no format reads, or MLX's `quantization`, which has no quant_method.
-
-    formats: those that there are; said: why those that know the method refuse.
-    """
-    method = stated.get("quant_method", "mlx" if "bits" in stated else None) if isinstance(stated, Mapping) else None
-    served = f"served are plain weights{''.join(f', and {name}' for name in formats)}"
-    if said:
-        return CheckpointError(f"config.json has quantization_config {stated!r}; {'; '.join(said)}; {served}")
-    if method is None:
-        return CheckpointError(f"config.json has quantization_config {stated!r}; {served}")
-    name = _QUANTIZATIONS.get(str(method), method)
+def refuse_quantization(stated: Mapping[str, object], formats: Sequence[str], said: Sequence[str] = ()) -> CheckpointError:
+    """For a quantization_config that none of `formats` reads. said: why those that know its method refuse."""
+    method = stated.get("quant_method", "mlx" if "bits" in stated else None)
+    name = "" if method is None else f" with {_QUANTIZATIONS.get(str(method), method)}"
+    shown = {key: value for key, value in stated.items() if not isinstance(value, list | dict)}  # lists have hundreds of modules
     return CheckpointError(
-        f"the weights are quantised with {name} (quantization_config {stated!r} in config.json), which is not "
-        f"read here yet; {served}. Take the model that it was made from, or install a plugin for the format"
+        f"the weights are quantised{name} (quantization_config of config.json, or hf_quant_config.json: {shown!r})"
+        f"{''.join(f'; {each}' for each in said) or ', which is not read here yet'}; served are plain weights"
+        f"{''.join(f', and {each}' for each in formats)}. Take the model that it was made from, or install a plugin for the format"
     )

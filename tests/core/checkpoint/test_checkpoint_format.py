@@ -82,6 +82,41 @@ def test_quantised_weights_are_told_by_their_method(stated: dict[str, Any], word
     assert "Take the model that it was made from" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "are quantised "),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}, "compressed-tensors"),
+    ],
+)
+def test_they_are_told_wherever_config_json_states_them(stated: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{words}.*Take the model that it was made from"):
+        refused(stated)
+
+
+def test_what_to_do_is_not_behind_hundreds_of_names() -> None:
+    listed = [f"model.layers.{index}.mlp.gate" for index in range(500)]
+    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": listed, "config_groups": {"group_0": {}}}
+    with pytest.raises(CheckpointError, match="pack-quantized") as caught:
+        refused({"quantization_config": stated})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
+def test_what_modelopt_says_in_a_file_of_its_own_is_told(tmp_path: Path, algorithm: str | None) -> None:
+    """Without one, keys and values alone are quantised, and weights are plain."""
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
+    config = read_config(tmp_path)
+    if algorithm is None:
+        assert config == {"architectures": ["A"]}
+        return
+    with pytest.raises(CheckpointError, match=f"with NVIDIA ModelOpt .*{algorithm}"):
+        refused(config)
+
+
 def test_weights_quantised_for_mlx_are_told() -> None:
     with pytest.raises(CheckpointError, match="Apple's MLX"):
         refused({"quantization": {"group_size": 64, "bits": 4}})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from enginery.checkpoint.files import PLAIN, StoredTensor
+from enginery.checkpoint.folder import text_part
 from enginery.checkpoint.formats import refuse_quantization
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.weights import FormatNeeds, Scheme, StoredPart, StoredWeight, WeightFormat, WeightFormatSpec
@@ -20,12 +21,13 @@ from enginery.plugin.selection import ranked, refusals
 
 
 def stated_quantization(config: Mapping[str, Any]) -> Mapping[str, object] | None:
-    """`quantization_config` of config.json, or MLX's `quantization`; None for plain weights."""
-    stated = config.get("quantization_config") or config.get("quantization")
+    """`quantization_config` of config.json or of its text model, or what others call it; None for plain weights."""
+    keys = ("quantization_config", "compression_config", "quantization")  # the second is of old compressed-tensors, the third MLX's
+    stated = next((part[key] for part in (config, text_part(config)) for key in keys if part.get(key)), None)
     if not stated:
         return None
     if not isinstance(stated, Mapping):
-        raise refuse_quantization(stated, [])
+        raise CheckpointError(f"config.json has quantization_config {stated!r}; served are plain weights, or an object of a format")
     return stated
 
 

@@ -182,6 +182,8 @@ def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Seq
     problems = [*filter(None, found), *_unexpected(known, stored, ignored)]
     if problems:
         more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        others = {tensor.dtype for tensor in stored.values()} - {*PLAIN, "I64", "BOOL", *(part.dtype for part in known.values())}
+        more += f"\n{', '.join(sorted(others))} are of quantised weights; take the model that they were made from" if others else ""
         listed = "\n  ".join(problems[:MAX_LISTED])
         raise CheckpointError(f"the checkpoint in {folder} does not fit its config.json:\n  {listed}{more}")
 

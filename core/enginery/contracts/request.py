@@ -72,7 +72,7 @@ class SamplingParams:
         _check_range("max_tokens", self.max_tokens, 1, math.inf)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("temperature", self.temperature, 0, 100)
-        _check_range("top_k", self.top_k, 0, math.inf)
+        _check_range("top_k", self.top_k, 0, 2**63 - 1)
         _check_range("top_p", self.top_p, LEAST_TOP_P, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)

@@ -218,6 +218,7 @@ def test_one_stop_string_lists_and_numpy_numbers_are_taken() -> None:
         {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_k": -5},
+        {"top_k": 10**400},
         {"min_p": 2},
         {"repetition_penalty": 0},
         {"n": 0},

@@ -25,8 +25,8 @@ FEW_REQUESTS: Final = 2  # of `kernels.decode_few`
 FEW_ROWS: Final = 8  # heads of one KV head, of all requests that may share an item: the matrix units' columns
 FEW_RESIDENT: Final = {64: 4, 128: 3, 256: 4}
 """Of its programs, that run on a multiprocessor at once, by dims of a head."""
-TALL_RESIDENT: Final = 2  # programs that run on a multiprocessor at once, of tiles with more rows than a small one
-LARGE_BYTES: Final = 160 << 10  # of shared memory, that tiles larger than 32 KB take
+TILE_BYTES: Final = 32 << 10  # of keys and values in a tile, about
+LARGE_BYTES: Final = 160 << 10  # of shared memory, that larger tiles take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +135,10 @@ def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
         rows, keys, stages = (SMALL_TILE, 64, 3) if rows == 32 else (rows, 32, 2)
         return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=8, stages=stages)
     large = _has_large_tile(dims, rows) and device.shared_bytes >= LARGE_BYTES
-    room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 64 << 10 if large else 32 << 10
-    keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
+    room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 2 * TILE_BYTES if large else TILE_BYTES
+    keys = _power_below(min(room, device.shared_bytes // 2 + TILE_BYTES) // dims.token_bytes, low=16, high=128)
     warps = 8 if rows * padded(dims.value) > 8192 else 4
-    stages = 2 if large and keys * dims.token_bytes > 32 << 10 else 3
+    stages = 2 if large and keys * dims.token_bytes > TILE_BYTES else 3
     return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=stages)
 
 
@@ -151,13 +151,14 @@ def resident(tile: Tile, dims: HeadDims, device: Device) -> int:
     """Programs that run on a multiprocessor at once, about. One whose rows have values as long as latents takes all registers."""
     if dims.shared and tile.warps == 8:
         return 1
-    most = 4 if tile.rows == SMALL_TILE else TALL_RESIDENT
-    return max(1, min(most, device.shared_bytes // (tile.keys * dims.token_bytes + (16 << 10))))
+    num_bytes = tile.keys * dims.token_bytes
+    most = 4 if tile.rows == SMALL_TILE and num_bytes <= TILE_BYTES else 2
+    return max(1, min(most, device.shared_bytes // (num_bytes + (6 << 10))))
 
 
 def keys_of_few(dims: HeadDims, tile: Tile) -> int:
-    """Of a tile, those that a program of `kernels.decode_few` has at once: 32 KB."""
-    return min(tile.keys, (32 << 10) // dims.token_bytes)
+    """Of a tile, those that a program of `kernels.decode_few` has at once: a tile of the usual size."""
+    return min(tile.keys, TILE_BYTES // dims.token_bytes)
 
 
 def most_of_few(dims: HeadDims, tile: Tile, together: int) -> int:

@@ -37,7 +37,7 @@ SHAPES = {
     "DeepSeek-V2-Lite": AttnLayerFacts(num_heads=16, num_kv_heads=1, head_dim=576, latent=LATENT),
 }
 VERIFYING = {
-    "Llama-3.1-8B": AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128),
+    "Llama-3.1-8B": SHAPES["Llama-3.1-8B"],
     "Llama-3.1-70B": AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=128),
     "gpt-oss-20b": AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64),
     "Gemma-3-4B": AttnLayerFacts(num_heads=8, num_kv_heads=4, head_dim=256),

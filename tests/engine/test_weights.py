@@ -371,33 +371,6 @@ def test_integers_are_read_where_they_are_asked_for_and_nowhere_else(folder: Pat
         check(record, scan_checkpoint(folder), (), folder=folder)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"w.weight": torch.zeros(2, 2, dtype=torch.int8), "w.weight_scale": torch.ones(2, 1)},
-        {"w.qweight": torch.zeros(1, 2, dtype=torch.int32), "w.scales": torch.ones(1, 2)},
-    ],
-    ids=["int8", "gptq"],
-)
-def test_weights_that_are_quantised_in_a_way_that_config_json_does_not_state_are_told_as_such(
-    folder: Path, files: dict[str, torch.Tensor]
-) -> None:
-    save_file(files, folder / "model.safetensors")
-    record = WeightRecord(torch.float32)
-    record.tensor(Piece((Slice.all_of("w.weight", (2, 2)),), torch.float32))
-    with pytest.raises(CheckpointError, match="are of quantised weights; take the model that they were made from"):
-        check(record, scan_checkpoint(folder), (), folder=folder)
-
-
-def test_a_plain_checkpoint_that_does_not_fit_is_not_called_quantised(folder: Path) -> None:
-    save_file({"v": torch.zeros(2, 2), "ids": torch.zeros(2, dtype=torch.int64)}, folder / "model.safetensors")
-    record = WeightRecord(torch.float32)
-    record.tensor(Piece((Slice.all_of("w", (2, 2)),), torch.float32))
-    with pytest.raises(CheckpointError, match=r"'w' .* is missing") as error:
-        check(record, scan_checkpoint(folder), (), folder=folder)
-    assert "quantised" not in str(error.value)
-
-
 SECOND_FAMILY = """
 from enginery.api import ModelSpec, hookimpl
 

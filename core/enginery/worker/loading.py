@@ -64,8 +64,9 @@ def check_weights(choice: Choice, *, drafts: bool = False) -> NeededWeights:
 
 def _whole(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None, *, drafts: bool) -> WeightRecord:
     """Of all ranks and stages. Raises `Unsupported` for what those of other stages cannot share, and for `--ep` without experts."""
-    all_stages = dataclasses.replace(choice.parallel, stage=0, num_stages=1, layers_by_stage=())
-    record = _record(dataclasses.replace(choice, parallel=all_stages), stored, reader)
+    if choice.parallel.num_stages > 1:
+        all_stages = dataclasses.replace(choice.parallel, stage=0, num_stages=1, layers_by_stage=())
+        record = _record(dataclasses.replace(choice, parallel=all_stages), stored, reader)
     if choice.parallel.cuts_experts:
         record = _record(dataclasses.replace(choice, parallel=WHOLE), stored, reader)
         if not drafts and not any(is_of_expert(part.name) for piece in record.pieces for part in piece.slices):

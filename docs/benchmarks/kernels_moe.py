@@ -6,7 +6,8 @@ memory's bandwidth, and the products over the matrix rate in bfloat16. Beside it
 sorting, gate and sum) and the core's reference, a loop over experts that the host drives. Where every token has a shared expert
 too, a whole layer from router to sum is timed with it among the others (`joined`), as an MLP of its own (`apart`) and as products
 added to the sum (`added`; enginery.nn.moe has this and `joined`); and so are the experts alone, routed in advance (`known`).
-`--sweep` times the blocks that expert_blocks.py chooses from. Kernels are compiled by several processes before anything is timed.
+`--sweep` times the blocks that expert_blocks.py chooses from, `--tiles` tiles of other sizes than it chooses. Kernels are compiled
+by several processes before anything is timed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from enginery_ops_triton.routing import route
 
 DEVICE, DTYPE, FLOAT8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
 READ_TB_S, TFLOP_S = 4.26, 792  # of an H200, measured
-TOKENS = (1, 16, 256, 4096)
+TOKENS = (1, 16, 256, 512, 1024, 4096)
 CHECKED = 48  # tokens
 Call = Callable[[], torch.Tensor]
 Blocks = PairBlocks | TileBlocks
@@ -324,6 +325,9 @@ def routers(models: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield found | {"triton_us": round(time_us(mine, replays=7), 2), "torch_us": round(time_us(theirs, replays=5), 2)}
 
 
+Tried = Callable[[Shape, int, torch.dtype], Iterator[tuple[str, Blocks]]]
+
+
 def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:
     """Those of one product at a time, with the others as they are chosen."""
     chosen = shape.blocks(num_tokens, weight_dtype)
@@ -354,7 +358,16 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
                 yield which, replace(chosen, m=m, described=described, **{which: block})
 
 
-def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+def other_tiles(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:
+    """Those of fewer and of more pairs of an expert, each with smaller ones for the last pairs."""
+    yield "chosen", shape.blocks(num_tokens, weight_dtype)
+    for average in (8, 20, 48, 128):
+        blocks = shape.blocks(average * shape.num_experts // shape.routing.top_k, weight_dtype)
+        assert isinstance(blocks, TileBlocks)
+        yield from (("tiles", replace(blocks, few=few)) for few in (0, 16, 32, 64) if few < blocks.m)
+
+
+def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], tried: Tried) -> Iterator[dict[str, Any]]:
     for name, label in itertools.product(models, kinds):
         layer = Layer(SHAPES[name], WEIGHTS[label])
         bound = layer.bound()
@@ -362,7 +375,7 @@ def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str]) ->
             inputs = [layer.inputs(num_tokens) for _ in range(num_calls(num_tokens))]
             known = floor(layer.shape, WEIGHTS[label], [routed for _, routed in inputs])
             times = []
-            for which, blocks in dict.fromkeys(candidates(layer.shape, num_tokens, WEIGHTS[label])):
+            for which, blocks in dict.fromkeys(tried(layer.shape, num_tokens, WEIGHTS[label])):
                 try:
                     taken = time_us([partial(run, bound, blocks, *each) for each in inputs], replays=3)
                 except triton.runtime.errors.OutOfResources:
@@ -372,16 +385,15 @@ def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str]) ->
         del layer, bound
 
 
-def compile_part(part: int, parts: int, todo: Sequence[tuple[str, str, int]], *, swept: bool) -> None:
+def only_chosen(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:
+    yield "chosen", shape.blocks(num_tokens, weight_dtype)
+
+
+def compile_part(part: int, parts: int, todo: Sequence[tuple[str, str, int]], tried: Tried) -> None:
     """On a layer of one expert, so that many processes have room."""
     work = []
     for name, label, num_tokens in todo:
-        every = (
-            candidates(SHAPES[name], num_tokens, WEIGHTS[label])
-            if swept
-            else [("", SHAPES[name].blocks(num_tokens, WEIGHTS[label]))]
-        )
-        work += [(name, label, blocks) for _, blocks in every]
+        work += [(name, label, blocks) for _, blocks in tried(SHAPES[name], num_tokens, WEIGHTS[label])]
     for name, label in sorted({each[:2] for each in work}):
         shape = SHAPES[name]
         bound = Layer(shape, WEIGHTS[label], num_experts=1).bound()
@@ -398,7 +410,8 @@ def compile_part(part: int, parts: int, todo: Sequence[tuple[str, str, int]], *,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", dest="tried", action="store_const", const=candidates)
+    parser.add_argument("--tiles", dest="tried", action="store_const", const=other_tiles)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the sweep and the layers")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="of the sweep")
@@ -412,7 +425,7 @@ def main() -> None:
     torch.manual_seed(0)
     if asked.compile is not None:
         todo = list(itertools.product(asked.models, asked.weights, asked.tokens))
-        compile_part(asked.compile, asked.workers, todo, swept=asked.sweep)
+        compile_part(asked.compile, asked.workers, todo, asked.tried or only_chosen)
         return
     began = time.monotonic()
     asked.workers *= asked.only != ["layers"]  # they are few
@@ -428,8 +441,8 @@ def main() -> None:
         "floor": {"read_tb_s": READ_TB_S, "tflop_s": TFLOP_S},
     }
     parts: dict[str, Iterator[dict[str, Any]]] = (
-        {"sweep": sweep(asked.models, asked.tokens, asked.weights)}
-        if asked.sweep
+        {"sweep": sweep(asked.models, asked.tokens, asked.weights, asked.tried)}
+        if asked.tried
         else {
             "layers": layers(asked.models, asked.tokens),
             "routing": routers(asked.models),

@@ -173,7 +173,8 @@ def tried(num_pairs: int, shape: Shape, m: int) -> Iterator[tuple[int, int, bool
     elif m == 16:
         yield from ((m, few, False, sizes) for few in (0, 8) for sizes in OF_16)
     else:
-        yield from ((of, few, False, sizes) for of, few in ((64, 16), (128, 0), (128, 32)) for sizes in OF_MANY)
+        wide = ((32, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 32), (128, 64))
+        yield from ((of, few, False, sizes) for of, few in wide if m // 2 <= of <= 2 * m for sizes in OF_MANY)
 
 
 OF_8 = (
@@ -186,7 +187,7 @@ OF_16 = (
     *((64, 4, stages, registers) for stages, registers in ((3, None), (4, 96))),
     *((256, 8, 2, 128), (128, 8, 3, 80)),
 )
-OF_MANY = tuple((128, warps, stages, None) for warps in (4, 8) for stages in (2, 3, 4))
+OF_MANY = (*((128, warps, stages, None) for warps in (4, 8) for stages in (3, 4)), (256, 8, 2, None), (256, 8, 3, None))
 
 
 def sweep(models: Sequence[str], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:

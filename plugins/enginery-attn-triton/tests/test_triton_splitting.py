@@ -258,6 +258,14 @@ def test_devices_with_little_shared_memory_have_small_tiles_of_latents(length: i
     assert decode_tile(HeadDims.of(DEEPSEEK, 2), small, length=length).keys == 16
 
 
+def test_verified_rows_of_long_heads_are_with_few_warps() -> None:
+    """Qwen3-Next's, with four guesses: eight warps took nearly twice as long."""
+    facts = AttnLayerFacts(num_heads=16, num_kv_heads=2, head_dim=256)
+    found = LayerCut.of(facts, itemsize=2, device=H200, length=5).decode_tile
+    assert (found.rows, found.keys, found.warps) == (64, 32, 4)
+    assert LayerCut.of(facts, itemsize=4, device=H200, length=5).decode_tile.warps == 8, "of float32, registers hold no more"
+
+
 def test_tiles_fit_into_shared_memory() -> None:
     for facts in (LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, head_dim=256), dataclasses.replace(LLAMA, head_dim=64)):
         for itemsize in (2, 4):

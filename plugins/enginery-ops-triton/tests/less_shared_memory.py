@@ -35,7 +35,7 @@ def main() -> None:
         for weights in (plain, float4, float8) if capability >= 89 else (plain, float4):
             bound = experts.bind_experts(*weights, SHAPE, dependent_launch=False)
             assert isinstance(bound, experts.Experts | Float4Experts)
-            for num_tokens in (1, 64, 100, 256):  # of several, tiles of 32, 64 and 128 pairs
+            for num_tokens in (1, 20, 40, 64, 256):  # of several, tiles of 16, 32, 64 and 128 pairs
                 ids = torch.zeros(num_tokens, TOP_K, dtype=torch.int32)
                 bound(torch.zeros(num_tokens, COLUMNS, dtype=torch.bfloat16), Routed(ids, torch.ones(num_tokens, TOP_K)))
         for outputs, columns, rows in ((4096, 4096, 32), (4096, 4096, 64), (2048, 4096, 16), (1024, 2048, 16)):

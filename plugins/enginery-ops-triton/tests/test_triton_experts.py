@@ -1,7 +1,8 @@
-"""Routing and experts equal the core's reference, in the interpreter on a CPU and compiled on a CUDA device."""
+"""Experts equal the core's reference, in the interpreter on a CPU and compiled on a CUDA device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import compile_only
@@ -25,103 +26,12 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_ON_CPU = (1, 5, 33, 300)  # of the numbers of tokens, those with float8 in the interpreter; the others with bfloat16
 
-ROUTERS = {
-    "mixtral": (8, Routing(top_k=2, renormalise=True)),
-    "qwen3": (128, Routing(top_k=8, renormalise=True)),
-    "qwen2": (60, Routing(top_k=4)),
-    "deepseek-v2": (160, Routing(top_k=6, num_groups=8, top_groups=3, scale=16.0)),
-    "deepseek-v3": (
-        256,
-        Routing(top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_score="top2", renormalise=True, scale=2.5),
-    ),
-    "glm4": (128, Routing(top_k=8, scoring="sigmoid", renormalise=True)),
-    "odd": (21, Routing(top_k=5, scoring="sigmoid", num_groups=3, top_groups=2, group_score="max", scale=0.5)),
-    "softmax of groups by their two best": (20, Routing(top_k=3, num_groups=5, top_groups=2, group_score="top2")),
-    "largest": (512, Routing(top_k=16)),
-    "one expert": (1, Routing(top_k=1)),
-    "shared ones behind": (64, Routing(top_k=6, scale=2.0, num_shared=2)),
-}
-
-
-@on_devices
-@pairwise(("name", ROUTERS), ("corrected", [False, True]), ("num_tokens", [1, 7]))
-def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: int, device: str) -> None:
-    torch.manual_seed(num_tokens)
-    num_experts, routing = ROUTERS[name]
-    logits = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
-    bias = torch.rand(num_experts) if corrected else None
-    expected = reference_experts.route(logits, bias, routing)
-    wide = torch.zeros(num_tokens, num_experts + 3, device=device)
-    wide[:, :num_experts] = logits
-    actual = route(wide[:, :num_experts], None if bias is None else bias.to(device), routing, dependent_launch=chained(device))
-    assert actual.ids.dtype == torch.int32
-    assert torch.equal(actual.ids.cpu(), expected.ids)
-    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
-
-
 SCRIPTS = ("hopper_draws.py", "hopper_routers.py", "hopper_rows.py", "hopper_stream_k.py", "less_shared_memory.py")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_kernels_compile_without_a_gpu(script: str) -> None:
     compile_only.run(Path(__file__).with_name(script))
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_routing_widens_logits_of_the_models_type(dtype: torch.dtype, device: str) -> None:
-    torch.manual_seed(5)
-    logits = torch.randn(3, 128).to(dtype)
-    expected = reference_experts.route(logits, None, ROUTERS["qwen3"][1])
-    actual = route(logits.to(device), None, ROUTERS["qwen3"][1], dependent_launch=chained(device))
-    assert torch.equal(actual.ids.cpu(), expected.ids)
-    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
-
-
-@on_devices
-@pytest.mark.parametrize("name", ROUTERS)
-def test_no_tokens_have_no_experts(name: str, device: str) -> None:
-    num_experts, routing = ROUTERS[name]
-    found = route(torch.empty(0, num_experts, device=device), None, routing, dependent_launch=chained(device))
-    assert found.ids.shape == found.weights.shape == (0, routing.top_k + routing.num_shared)
-
-
-@on_devices
-def test_of_equal_scores_the_first_experts_are_taken_and_of_equal_groups_the_first(device: str) -> None:
-    logits = torch.zeros(3, 16, device=device)
-    logits[1, [9, 14]] = 1
-    routing = Routing(top_k=4, num_groups=4, top_groups=2)
-    found = route(logits, None, routing, dependent_launch=chained(device))
-    assert found.ids.tolist() == [[0, 1, 2, 3], [9, 14, 8, 10], [0, 1, 2, 3]]
-
-
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_two_bytes_are_ranked_by_size_and_of_equal_ones_the_first_expert(dtype: torch.dtype, device: str) -> None:
-    torch.manual_seed(2)
-    logits = torch.randint(-3, 4, (5, 512)).to(dtype) / 2  # each number some 70 times, also negative
-    routing = Routing(top_k=100, renormalise=True)
-    expected = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :100]
-    found = route(logits.to(device), None, routing, dependent_launch=chained(device))
-    assert torch.equal(found.ids.cpu().long(), expected)
-    shares = logits.double().softmax(1).gather(1, expected)
-    torch.testing.assert_close(found.weights.cpu().double(), shares / shares.sum(1, keepdim=True), atol=1e-7, rtol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_are_not_numbers_still_give_experts_that_exist_and_are_different(dtype: torch.dtype, device: str) -> None:
-    logits = torch.randn(4, 24, device=device).to(dtype)
-    logits[0] = float("nan")
-    logits[1, ::2] = float("nan")
-    logits[2] = float("-inf")
-    logits[3] = float("inf")
-    for _, routing in ROUTERS.values():
-        if routing.top_k <= 8 and 24 % routing.num_groups == 0 and routing.num_groups <= 8:
-            ids = route(logits, None, routing, dependent_launch=chained(device)).ids.cpu()
-            assert ((ids >= 0) & (ids < 24 + routing.num_shared)).all()
-            assert all(len(set(row)) == routing.top_k + routing.num_shared for row in ids.tolist())
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +111,25 @@ def test_experts_equal_the_reference(
         pytest.skip("the device loads nothing by tensor descriptors")
     actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
     assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("tiling", ["wide tiles", "described tiles"])
+def test_last_tiles_of_few_pairs_equal_the_reference(tiling: str, float8: bool, device: str) -> None:
+    """Experts have 8, 16, 17, 40, 64, 65 and 90 pairs: of whole tiles, of few, of both, and of one more."""
+    torch.manual_seed(9)
+    counts, dtype = (8, 16, 17, 40, 64, 65, 90), torch.float32 if device == "cpu" else torch.bfloat16
+    weights = make_weights(len(counts), 160, 80, dtype=dtype, device=device, float8=float8)
+    ids = torch.cat([torch.full((count,), expert, dtype=torch.int32) for expert, count in enumerate(counts)])
+    ids = ids[torch.randperm(len(ids))].view(-1, 1).to(device)
+    routed = Routed(ids, torch.rand(ids.shape).to(device))
+    x = torch.randn(len(ids), 160).to(device=device, dtype=dtype)
+    bound, blocks = Experts(*weights, dependent_launch=chained(device)), TILINGS[tiling]
+    assert isinstance(blocks, TileBlocks)
+    if blocks.described and not bound.has_descriptors:
+        pytest.skip("the device loads nothing by tensor descriptors")
+    assert_as_the_reference(bound.of_tiles(x, routed, replace(blocks, few=16)), x, weights, routed)
 
 
 @on_devices
@@ -349,7 +278,7 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor_and_divide_blocks_of_s
                     weight_dtype=weight_dtype,
                     has_descriptors=has_descriptors,
                 )
-                for num_tokens in (1, 2, 16, 100, 256, 4096, 16384):
+                for num_tokens in (1, 2, 16, 100, 256, 512, 4096, 16384):
                     blocks = blocks_for(num_tokens * top_k, top_k, sizes)
                     if isinstance(blocks, PairBlocks):
                         assert inner % blocks.gate_up.n == 0
@@ -359,6 +288,20 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor_and_divide_blocks_of_s
                         stage = block.k * (weights * block.n * weight_dtype.itemsize + blocks.m * dtype.itemsize)
                         assert stage * block.stages <= 227 * 1024
                         assert 128 % block.k == 0
+
+
+@pytest.mark.parametrize(
+    ("weight_dtype", "tiles"),
+    [
+        (torch.bfloat16, {192: 16, 208: 32, 416: 32, 448: 64, 896: 64, 1024: 128}),
+        (FLOAT8, {224: 16, 256: 32, 512: 32, 768: 64, 960: 64, 1024: 128}),
+    ],
+)
+def test_tiles_have_room_for_more_pairs_than_experts_have_on_average(weight_dtype: torch.dtype, tiles: dict[int, int]) -> None:
+    """Qwen3-30B-A3B's experts, by the tokens of a step."""
+    sizes = ExpertSizes(num_experts=128, columns=2048, inner=768, dtype=torch.bfloat16, weight_dtype=weight_dtype)
+    found = {num_tokens: blocks_for(8 * num_tokens, 8, sizes) for num_tokens in tiles}
+    assert {num_tokens: blocks.m for num_tokens, blocks in found.items() if isinstance(blocks, TileBlocks)} == tiles
 
 
 @pytest.mark.gpu

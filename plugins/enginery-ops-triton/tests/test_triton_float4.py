@@ -231,6 +231,13 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor() -> None:
                 assert product.stages * (product.n * (64 + 4) + 128 * blocks.m * dtype.itemsize) <= 227 * 1024
 
 
+def test_tiles_have_room_for_more_pairs_than_experts_have_on_average() -> None:
+    """gpt-oss-20b's experts, by the tokens of a step."""
+    sizes = ExpertSizes(num_experts=32, columns=2880, inner=2880, dtype=torch.bfloat16, weight_dtype=torch.uint8)
+    tiles = {96: 16, 104: 32, 200: 32, 256: 64, 384: 64, 512: 64, 640: 128}
+    assert {num_tokens: float4_blocks_for(4 * num_tokens, 4, sizes).m for num_tokens in tiles} == tiles
+
+
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     compile_only.run(Path(__file__).with_name("hopper_kernels.py"))
 

@@ -1,18 +1,25 @@
-"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200; for
-single pairs from chains of routers and experts of Qwen3-Next and Kimi-Linear (docs/log.md).
+"""Sizes of the blocks that the kernels of experts.py and experts_float4.py work in, measured on H200s.
 
-Those of experts_float4.py for up to 16 and for 128 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py,
-those for single pairs from whole steps of gpt-oss-120b (docs/log.md), the others from counts of instructions and bytes.
+From the sweeps of docs/benchmarks/kernels_moe.py and kernels_moe_float4.py; for single pairs from chains of routers and experts of
+Qwen3-Next and Kimi-Linear, and from whole steps of gpt-oss-120b (docs/log.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.shared_memory import HOPPER_BYTES, fitting_stages
+
+WIDE_TILES: Final = ((16, 12), (32, 26), (64, 58))
+FLOAT8_TILES: Final = ((16, 14), (32, 36), (64, 60))
+FLOAT4_TILES: Final = ((16, 12), (32, 25), (64, 64))
+"""Pairs of a tile, and up to how many of an expert on average tiles of so many are the fastest."""
+LARGEST_TILE: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +62,24 @@ class ProductBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class TileBlocks:
-    """For more pairs: sorted by expert, m of them share its weights. described: blocks are loaded by tensor descriptors (TMA)."""
+    """For more pairs: sorted by expert, m of them share its weights. described: blocks are loaded by tensor descriptors (TMA).
+
+    few: tiles of no more pairs are computed as tiles of so many; 0: none are.
+    """
 
     m: int
     gate_up: ProductBlock
     down: ProductBlock
     described: bool = False
+    few: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float4Blocks:
     """For weights in MXFP4, whose blocks have all 128 columns of a group.
 
-    alone: each pair of a token and an expert is a tile. few: tiles of no more pairs are computed as tiles of so many; 0: none are.
-    direct: weights go from memory to registers, as kernels/experts_float4_few.py has it; a warp then has 16 rows, or 32.
+    alone: each pair of a token and an expert is a tile. few: see `TileBlocks`. direct: weights go from memory to registers, as
+    kernels/experts_float4_few.py has it; a warp then has 16 rows, or 32.
     """
 
     m: int
@@ -106,24 +117,38 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
             gate_up=_rows(sizes.columns, dtype, num_warps=warps, width=1024, ahead=5, whole=sizes.inner),
             down=_down_rows(sizes.inner, dtype, top_k=top_k),
         )
-    m = min(max(next_power_of_2(-(-num_pairs // sizes.num_experts)), 16), 128)
+    wide = sizes.weight_dtype is sizes.dtype
+    m = _pairs_of_tile(num_pairs, sizes.num_experts, WIDE_TILES if wide else FLOAT8_TILES)
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = ProductBlock(n=32, k=32, num_warps=4, stages=2)
         return TileBlocks(m=min(m, 32), gate_up=block, down=block)
-    if m <= 32:
-        block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
-        return TileBlocks(m=m, gate_up=block, down=block)
-    described = sizes.has_descriptors and m == 128 and sizes.weight_dtype is sizes.dtype
-    rows = 256 if sizes.weight_dtype is sizes.dtype else 128
+    return _of_large_tiles(m, sizes, wide=wide) if m > 32 else _of_small_tiles(m, wide=wide)
+
+
+def _of_small_tiles(m: int, *, wide: bool) -> TileBlocks:
+    """wide: weights are of the activations' type."""
+    if m == 32 and wide:
+        return TileBlocks(m=m, gate_up=_half_group(64, num_warps=4, stages=4), down=_half_group(128, num_warps=4, stages=4))
+    block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
+    return TileBlocks(m=m, gate_up=block, down=block, few=16 if m == 32 else 0)
+
+
+def _of_large_tiles(m: int, sizes: ExpertSizes, *, wide: bool) -> TileBlocks:
+    described = sizes.has_descriptors and wide
     block_bytes = 64 * (m * sizes.dtype.itemsize + 256 * sizes.weight_dtype.itemsize)  # gates and ups are as many rows as down's
     stages = fitting_stages(4, block_bytes, sizes.available, in_registers=0 if described else 1)
-    gate_up = ProductBlock(n=128, k=64, num_warps=8, stages=stages)
-    return TileBlocks(m=m, gate_up=gate_up, down=replace(gate_up, n=rows), described=described)
+    gate_up = _half_group(128, num_warps=8, stages=stages)
+    down = _half_group(256 if wide else 128, num_warps=8, stages=stages)
+    if m == 64 and wide:
+        down = _half_group(128, num_warps=4, stages=stages)
+    elif m == 64:
+        gate_up = _half_group(64, num_warps=4, stages=stages)
+    return TileBlocks(m=m, gate_up=gate_up, down=down, described=described, few=32 if m == 64 or wide else 64)
 
 
 def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4Blocks:
-    """A tile has room for half as many pairs again as an expert has on average: one more costs as much as reading them again."""
-    m = min(max(next_power_of_2(-(-3 * num_pairs // (2 * sizes.num_experts))), 16), 128)
+    """Tiles of more than 8 pairs have a smaller kind beside them, for what experts have left."""
+    m = _pairs_of_tile(num_pairs, sizes.num_experts, FLOAT4_TILES)
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = _groups(32, num_warps=4, stages=2)
         return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
@@ -136,11 +161,17 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
     if m == 16:
         block = _groups(128, num_warps=4, stages=3, registers=96)  # five programs a multiprocessor, not four
         return Float4Blocks(m=m, gate_up=block, down=block)
-    if m <= 64:
-        block = _groups(128, num_warps=4, stages=4 if m == 32 else 3)
-        return Float4Blocks(m=m, gate_up=block, down=block)
-    block = _groups(128, num_warps=8, stages=3)
-    return Float4Blocks(m=m, gate_up=block, down=block, few=32)
+    block = _groups(128, num_warps=4 if m <= 64 else 8, stages=3)
+    return Float4Blocks(m=m, gate_up=block, down=block, few=16 if m == 32 else 32)
+
+
+def _pairs_of_tile(num_pairs: int, num_experts: int, tiles: Sequence[tuple[int, int]]) -> int:
+    return next((m for m, most in tiles if num_pairs <= most * num_experts), LARGEST_TILE)
+
+
+def _half_group(rows: int, *, num_warps: int, stages: int) -> ProductBlock:
+    """Of so many rows and 64 columns."""
+    return ProductBlock(n=rows, k=64, num_warps=num_warps, stages=stages)
 
 
 def _direct_blocks(*, alone: bool, few: bool) -> Float4Blocks:

@@ -15,6 +15,7 @@ from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
 from enginery_ops_triton.experts_float4 import Float4Experts
+from enginery_ops_triton.kernels import expert_tiles
 from enginery_ops_triton.kernels import experts as kernels
 from enginery_ops_triton.shared_memory import shared_bytes
 from enginery_ops_triton.spec import FLOAT4_BLOCKS, FLOAT8_BLOCKS
@@ -184,7 +185,7 @@ class Experts:
         inner = torch.empty((num_pairs, self.inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((num_pairs, self.columns), dtype=x.dtype, device=x.device)
         block = blocks.gate_up
-        kernels.gate_up_of_tiles[(len(tiles) * -(-self.inner // block.n),)](
+        expert_tiles.gate_up_of_tiles[(len(tiles) * -(-self.inner // block.n),)](
             x,
             _described(self.gate_up.flatten(0, 1), block.n, block.k) if blocks.described else self.gate_up,
             self.gate_up_scale,
@@ -197,6 +198,7 @@ class Experts:
             COLUMNS=self.columns,
             TOP_K=top_k,
             BLOCK_M=blocks.m,
+            FEW=blocks.few,
             BLOCK_N=block.n,
             BLOCK_K=block.k,
             GROUP=block.group,
@@ -212,8 +214,8 @@ class Experts:
             launch_pdl=self.dependent_launch,
         )
         block = blocks.down
-        kernels.down_of_tiles[(len(tiles) * -(-self.columns // block.n),)](
-            _described(inner, blocks.m, block.k) if blocks.described else inner,
+        expert_tiles.down_of_tiles[(len(tiles) * -(-self.columns // block.n),)](
+            *(_described(inner, m, block.k) if blocks.described else inner for m in (blocks.m, blocks.few or blocks.m)),
             _described(self.down.flatten(0, 1), block.n, block.k) if blocks.described else self.down,
             self.down_scale,
             self.down_bias,
@@ -223,6 +225,7 @@ class Experts:
             INNER=self.inner,
             COLUMNS=self.columns,
             BLOCK_M=blocks.m,
+            FEW=blocks.few,
             BLOCK_N=block.n,
             BLOCK_K=block.k,
             GROUP=block.group,

@@ -1,14 +1,13 @@
 """Mixture-of-experts products: y = down(gated(gate x, up x)) of each of a token's experts, and their weighted sum.
 
-A pair is a token and one of its TOP_K experts; pair = token * TOP_K + place. For few pairs the `_of_pairs` kernels read the
+A pair is a token and one of its TOP_K experts; pair = token * TOP_K + place. For few pairs the `_of_pairs` kernels here read the
 weights of each pair's expert. For more, sorting.py orders the pairs by expert and cuts each expert's into tiles of BLOCK_M; the
-`_of_tiles` kernels read an expert's weights once for a tile, and `weighted_sum` adds up. Nothing depends on the order in which
-programs run.
+kernels of expert_tiles.py read an expert's weights once for a tile, and `weighted_sum` adds up. Nothing depends on the order in
+which programs run.
 
 Weights are [E, 2 INNER, COLUMNS], or without a gate (KIND "squared") [E, INNER, COLUMNS], and [E, COLUMNS, INNER], contiguous.
 Float8 weights have a scale for each 128 x 128 (SCALED), and are widened to the type of x, which stays as it is. Biases, if there
-are any (BIASED), are [E, 2 INNER] and [E, COLUMNS]. Weights stand on the left of a product, so that a few pairs waste little of
-the matrix units.
+are any (BIASED), are [E, 2 INNER] and [E, COLUMNS].
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
+from enginery_ops_triton.kernels.precision import round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 
 SCALE_BLOCK = tl.constexpr(128)
@@ -198,176 +197,6 @@ def down_of_pairs(
     if BIASED:
         result += offset
     tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
-
-
-@kernel
-def tile_and_block(NUM_BLOCKS: tl.constexpr, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of a program: GROUP tiles share a block of weights, and then the next, so that both stay in the cache."""
-    number = tl.program_id(0)
-    span: tl.constexpr = GROUP * NUM_BLOCKS
-    first = number // span * GROUP
-    rows = tl.minimum(tl.num_programs(0) // NUM_BLOCKS - first, GROUP)
-    return first + number % span % rows, number % span // rows
-
-
-@kernel
-def loaded(at: tl.tensor, left: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
-    """A block, with zeros where nothing is left. WHOLE: all of it is there."""
-    if WHOLE:
-        return tl.load(at)
-    else:  # noqa: RET505 - the compiler takes only one of them
-        return tl.load(at, mask=left, other=0.0)
-
-
-@kernel
-def widened(block: tl.tensor, scale_at: tl.tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
-    """scale_at: [rows], of the block's columns."""
-    if SCALED:
-        return round_to(block.to(tl.float32) * tl.load(scale_at)[:, None], DTYPE)
-    else:  # noqa: RET505 - the compiler takes only one of them, and only one may have this type
-        return block
-
-
-@kernel
-def add_product(acc: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """acc + a b in float32, of float32 too: not in tf32."""
-    if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@kernel
-def gate_up_of_tiles(
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    x_stride: int,
-    INNER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    """x: [T, COLUMNS] with its row stride; order, tiles: see `sorting.sort_pairs`; out: [pairs, INNER] in that order.
-
-    DESCRIBED: weight is a descriptor of [E 2 INNER, COLUMNS] in blocks of [BLOCK_N, BLOCK_K].
-    """
-    release_successor(CHAINED)
-    tile, block_n = tile_and_block((INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
-    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    parts: tl.constexpr = 1 if KIND == "squared" else 2
-    wait_for_predecessor(CHAINED)
-    expert = tl.load(tiles + tile * 3).to(tl.int64)
-    if expert >= 0:
-        m = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_M)
-        end = tl.load(tiles + tile * 3 + 2)
-        token = tl.load(order + tl.minimum(m, end - 1)) // TOP_K
-        row = tl.minimum(n, INNER - 1)
-        gate_row = expert * (parts * INNER) + block_n * BLOCK_N
-        if not DESCRIBED:
-            gate_at = weight + (expert * (parts * INNER) + row)[:, None] * COLUMNS + k[None, :]
-        x_at = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
-        scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
-        scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
-        gate_scale = scale_at + row // SCALE_BLOCK * scale_columns
-        up_scale = scale_at + (INNER + row) // SCALE_BLOCK * scale_columns
-        gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for start in tl.range(0, COLUMNS, BLOCK_K, num_stages=STAGES):
-            left = start + k < COLUMNS
-            x_part = loaded(x_at + start, left[:, None], COLUMNS % BLOCK_K == 0)
-            if DESCRIBED:
-                gate_block = weight.load([gate_row.to(tl.int32), start])
-            else:
-                gate_block = loaded(gate_at + start, left[None, :], COLUMNS % BLOCK_K == 0)
-            of_columns = start // SCALE_BLOCK
-            gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
-            if parts == 2:
-                if DESCRIBED:
-                    up_block = weight.load([gate_row.to(tl.int32) + INNER, start])
-                else:
-                    up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
-                up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
-        bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
-        gate = biased(gate, bias_at, inside, BIASED)
-        up = biased(up, bias_at + INNER, inside, BIASED)
-        result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-        tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
-
-
-@kernel
-def down_of_tiles(
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    INNER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    """x: [pairs, INNER], from `gate_up_of_tiles`; out: [pairs, COLUMNS], in the pairs' own order.
-
-    DESCRIBED: x is a descriptor of blocks of [BLOCK_M, BLOCK_K], weight of [E COLUMNS, INNER] in blocks of [BLOCK_N, BLOCK_K].
-    """
-    release_successor(CHAINED)
-    tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
-    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    wait_for_predecessor(CHAINED)
-    expert = tl.load(tiles + tile * 3).to(tl.int64)
-    if expert >= 0:
-        first = tl.load(tiles + tile * 3 + 1)
-        m = first + tl.arange(0, BLOCK_M)
-        end = tl.load(tiles + tile * 3 + 2)
-        known = tl.minimum(m, end - 1)
-        row = tl.minimum(n, COLUMNS - 1)
-        first_row = expert * COLUMNS + block_n * BLOCK_N
-        if not DESCRIBED:
-            at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
-            x_at = x + known[None, :].to(tl.int64) * INNER + k[:, None]
-        scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
-        scale_at = scale + (expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK) + row // SCALE_BLOCK) * scale_columns
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-            if DESCRIBED:
-                x_part = x.load([first, start]).T
-                block = weight.load([first_row.to(tl.int32), start])
-            else:
-                left = start + k < INNER
-                x_part = loaded(x_at + start, left[:, None], INNER % BLOCK_K == 0)
-                block = loaded(at + start, left[None, :], INNER % BLOCK_K == 0)
-            acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
-        acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
-        pair = tl.load(order + known).to(tl.int64)
-        result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-        tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
 
 
 @kernel

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.experts import add_product, tile_and_block
+from enginery_ops_triton.kernels.expert_tiles import add_product, tile_and_block
 from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to

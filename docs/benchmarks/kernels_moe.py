@@ -333,14 +333,14 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
     chosen = shape.blocks(num_tokens, weight_dtype)
     yield "chosen", chosen
     if isinstance(chosen, PairBlocks):
-        for rows, num_warps, times in itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 3)):
-            k = 512 // weight_dtype.itemsize
-            n = rows * num_warps
+        sizes = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 3, 4), (512, 256) if weight_dtype is FLOAT8 else (256,))
+        for rows, num_warps, times, k in sizes:
+            n, lanes = rows * num_warps, k // 32  # columns of a thread
             ahead = -(-shape.columns // k // times)
-            if shape.inner % n == 0 and rows * ahead <= 12:
+            if shape.inner % n == 0 and rows * lanes <= 32 and rows * ahead * lanes <= 160:
                 yield "gate_up", replace(chosen, gate_up=RowBlock(n=n, k=k, num_warps=num_warps, ahead=ahead))
             ahead = -(-shape.routing.top_k * -(-shape.inner // k) // times)
-            if rows * ahead <= 24:
+            if rows * lanes <= 64 and rows * ahead * lanes <= 320:
                 yield "down", replace(chosen, down=RowBlock(n=n, k=k, num_warps=num_warps, ahead=ahead))
         return
     many = num_tokens * shape.routing.top_k > 64 * shape.num_experts
@@ -360,11 +360,13 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
 
 def other_tiles(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:
     """Those of fewer and of more pairs of an expert, each with smaller ones for the last pairs."""
-    yield "chosen", shape.blocks(num_tokens, weight_dtype)
+    chosen = shape.blocks(num_tokens, weight_dtype)
+    yield "chosen", chosen
     for average in (8, 20, 48, 128):
         blocks = shape.blocks(average * shape.num_experts // shape.routing.top_k, weight_dtype)
         assert isinstance(blocks, TileBlocks)
-        yield from (("tiles", replace(blocks, few=few)) for few in (0, 16, 32, 64) if few < blocks.m)
+        others = (replace(blocks, few=few) for few in (0, 16, 32, 64) if few < blocks.m)
+        yield from ((f"{each.m} pairs, {each.few} of last tiles", each) for each in others if each != chosen)
 
 
 def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], tried: Tried) -> Iterator[dict[str, Any]]:
@@ -380,7 +382,7 @@ def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], tr
                     taken = time_us([partial(run, bound, blocks, *each) for each in inputs], replays=3)
                 except triton.runtime.errors.OutOfResources:
                     continue
-                times.append((round(taken, 1), which, str(blocks)))
+                times.append((round(taken, 1), which, *([str(blocks)] if which == "chosen" or tried is candidates else [])))
             yield {"model": name, "weights": label, "tokens": num_tokens, **known, "us": sorted(times)}
         del layer, bound
 

@@ -30,8 +30,9 @@ KIMI_LINEAR = ExpertSizes(num_experts=257, columns=2304, inner=1024, dtype=torch
 
 
 def compiled(kernel: triton.JITFunction, num_warps: int, *, registers: int | None = None, **constants: object) -> CompiledKernel:
-    """Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values."""
+    """Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values. Weights with scales are of float8."""
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    signature |= {"weight": "*fp8e4nv", "scale": "*fp32"} if constants.get("SCALED") else {}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
     signature |= {name: of for name, of in (("num_rows", "i32"), ("eps", "fp32")) if name in signature}
     chosen = {name: value for name, value in {**PLAIN, **constants}.items() if signature.get(name) == "constexpr"}
@@ -53,6 +54,20 @@ def check_few_by_matvec(columns: int) -> None:
     assert "L1::evict_first" in ahead
     assert "L1::evict_first" not in behind, "the weight is read once for all rows"
     assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
+
+
+def check_float8_pairs(sizes: ExpertSizes, top_k: int) -> None:
+    """Rows of a warp share what is made of x and scales: with a row each, there are 9 to 12 instructions for a weight."""
+    blocks = blocks_for(top_k, top_k, sizes)
+    assert isinstance(blocks, PairBlocks)
+    common = dict(NUM_EXPERTS=sizes.num_experts, INNER=sizes.inner, COLUMNS=sizes.columns, TOP_K=top_k, JOINED=0, SCALED=True)
+    for kernel, block, weights in (
+        (gate_up_of_pairs, blocks.gate_up, 2 * sizes.columns),
+        (down_of_pairs, blocks.down, top_k * sizes.inner),
+    ):
+        made = compiled(kernel, block.num_warps, **common, BLOCK_N=block.n, BLOCK_K=block.k, AHEAD=block.ahead)
+        assert compile_only.stack_bytes(made.asm["cubin"]) == 0, "all of it is in registers"
+        assert made.asm["ptx"].count(";") * 32 * block.num_warps < 8 * block.n * weights
 
 
 def check_normed(outputs: int, columns: int, *, gated: bool = False) -> None:
@@ -141,6 +156,11 @@ def main() -> None:
     check_direct(5120, 2880, biased=True)
     for columns in (1024, 2880, 4096, 5376):
         check_persistent(columns, biased=columns != 4096)
+    for experts, columns, inner, top_k in ((128, 2048, 768, 8), (8, 4096, 14336, 2), (256, 7168, 2048, 8)):
+        check_float8_pairs(
+            ExpertSizes(num_experts=experts, columns=columns, inner=inner, dtype=torch.bfloat16, weight_dtype=torch.float8_e4m3fn),
+            top_k,
+        )
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):
         blocks = blocks_for(top_k, top_k, sizes)
         assert isinstance(blocks, PairBlocks)

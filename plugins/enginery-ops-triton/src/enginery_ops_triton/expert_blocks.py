@@ -111,8 +111,10 @@ class ExpertSizes:
 def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
     """Pairs read their own weights while few of them share an expert."""
     if num_pairs <= max(top_k, sizes.num_experts // 4):
-        dtype, size = sizes.weight_dtype, sizes.weight_dtype.itemsize
-        warps = 2 if sizes.columns * size % 1024 else 1
+        dtype = sizes.weight_dtype
+        if dtype.itemsize == 1:
+            return _float8_pairs(top_k, sizes)
+        warps = 2 if sizes.columns * dtype.itemsize % 1024 else 1
         return PairBlocks(
             gate_up=_rows(sizes.columns, dtype, num_warps=warps, width=1024, ahead=5, whole=sizes.inner),
             down=_down_rows(sizes.inner, dtype, top_k=top_k),
@@ -204,13 +206,32 @@ def _rows(
 ) -> RowBlock:
     """A row for each warp; width: of a block, in bytes. At most so many blocks are ahead, and as many each time.
 
-    num_rows: how many are gone through as one. whole: how many rows a whole number of blocks has, so that those of float8 weights
-    have one row of scales each.
+    num_rows: how many are gone through as one. whole: how many rows a whole number of blocks has.
     """
     k = min(width // dtype.itemsize, next_power_of_2(columns))
     n = min(num_warps * width // (dtype.itemsize * k), 128)
+    return RowBlock(n=_dividing(n, whole), k=k, num_warps=num_warps, ahead=_evenly(num_rows * -(-columns // k), ahead))
+
+
+def _float8_pairs(top_k: int, sizes: ExpertSizes) -> PairBlocks:
+    """Four rows a warp, which share what is made of x and scales: a weight takes 4 to 5 instructions so, and 9 with one row.
+
+    Blocks have one row of scales each, so rows are a whole number of them.
+    """
+    gate_up_k, down_k = (min(256, next_power_of_2(columns)) for columns in (sizes.columns, sizes.inner))
+    return PairBlocks(
+        gate_up=RowBlock(n=_dividing(8, sizes.inner), k=gate_up_k, num_warps=2, ahead=_evenly(-(-sizes.columns // gate_up_k), 2)),
+        down=RowBlock(n=4, k=down_k, num_warps=1, ahead=_evenly(top_k * -(-sizes.inner // down_k), 8)),
+    )
+
+
+def _dividing(n: int, whole: int) -> int:
+    """n, or the largest part of it by powers of two that divides the whole."""
     while whole % n:
         n //= 2
-    count = num_rows * -(-columns // k)
-    times = -(-count // ahead)
-    return RowBlock(n=n, k=k, num_warps=num_warps, ahead=-(-count // times))
+    return n
+
+
+def _evenly(count: int, most: int) -> int:
+    """As many of them each time, no more than so many."""
+    return -(-count // -(-count // most))

@@ -220,7 +220,7 @@ def _prompt_targets(items: Items, requests: Sequence[Request]) -> dict[int, Prom
     return found
 
 
-_Adjustment = tuple[np.ndarray, np.ndarray | float]  # tokens, and a value for each or for all
+_Adjustment = tuple[np.ndarray, np.ndarray]  # tokens, and a value for each
 
 
 def _entries(rows: Sequence[SamplingRow], find: Callable[[SamplingRow], _Adjustment | None]) -> Entries | None:
@@ -233,13 +233,14 @@ def _entries(rows: Sequence[SamplingRow], find: Callable[[SamplingRow], _Adjustm
     at = np.empty((2, sum(counts)), np.int64)
     at[0] = np.repeat([index for index, _ in found], counts)
     np.concatenate(tokens, out=at[1])
-    values = [np.broadcast_to(value, count) for count, (_, (_, value)) in zip(counts, found, strict=True)]
-    return Entries(at=at, values=np.concatenate(values))
+    return Entries(at=at, values=np.concatenate([values for _, (_, values) in found]))
 
 
 def _repetition(row: SamplingRow) -> _Adjustment | None:
-    penalty = row.params.repetition_penalty
-    return None if penalty == 1 else (row.adjustments.seen.tokens(row.drafts), penalty)
+    if row.params.repetition_penalty == 1:
+        return None
+    tokens = row.adjustments.seen.tokens(row.drafts)
+    return tokens, np.full(len(tokens), row.params.repetition_penalty)
 
 
 def _penalties(row: SamplingRow) -> _Adjustment | None:
@@ -258,4 +259,5 @@ def _forbidden(row: SamplingRow, eos_token_ids: frozenset[int]) -> _Adjustment |
     """The ends, as long as `min_tokens` puts them off; of a row with a grammar its mask does that."""
     if row.num_output_tokens >= row.params.min_tokens or row.grammar is not None:
         return None
-    return row.adjustments.ends(eos_token_ids), 0.0
+    ends = row.adjustments.ends(eos_token_ids)
+    return ends, np.zeros(len(ends))

@@ -69,7 +69,8 @@ class TokenCounts:
     def _take_in(self) -> None:
         if self._next == len(self._token_ids):
             return
-        for token, count in Counter(self._token_ids[self._next :]).items():
+        new = self._token_ids[self._next :]
+        for token, count in Counter(new).items() if len(new) > 1 else ((new[0], 1),):
             place = self._places.setdefault(token, len(self._tokens))
             if place == len(self._tokens):
                 self._tokens.append(token)

@@ -142,7 +142,10 @@ def _whole(name: str, value: object) -> int:
 def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise RequestError(f"{name} is {value!r}, but must be a number", param=name)
-    return LEAST_TOP_P if name == "top_p" and value == 0 else float(value)
+    try:
+        return LEAST_TOP_P if name == "top_p" and value == 0 else float(value)
+    except OverflowError:
+        raise RequestError(f"{name} is more than a float holds", param=name) from None
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -215,6 +215,7 @@ def test_one_stop_string_lists_and_numpy_numbers_are_taken() -> None:
     [
         {"temperature": math.nan},
         {"temperature": -1},
+        {"temperature": 10**400},
         {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_k": -5},
@@ -229,6 +230,7 @@ def test_one_stop_string_lists_and_numpy_numbers_are_taken() -> None:
         {"stop": ("",)},
         {"stop": ("x",) * 17},
         {"logit_bias": {3: math.inf}},
+        {"logit_bias": {3: 10**5000}},
         {"presence_penalty": 3},
         {"max_tokens": 2.5},
         {"max_tokens": None},

@@ -149,7 +149,7 @@ def _of_large_tiles(m: int, sizes: ExpertSizes, *, wide: bool) -> TileBlocks:
 
 
 def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4Blocks:
-    """Tiles of more than 8 pairs have a smaller kind beside them, for what experts have left."""
+    """Tiles of 32 pairs and more have a smaller kind beside them, for what experts have left."""
     m = _pairs_of_tile(num_pairs, sizes.num_experts, FLOAT4_TILES)
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = _groups(32, num_warps=4, stages=2)

@@ -24,6 +24,15 @@ def tile_and_block(NUM_BLOCKS: tl.constexpr, GROUP: tl.constexpr) -> tuple[tl.te
 
 
 @kernel
+def tile_at(tiles: tl.tensor, tile: tl.tensor, ALONE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Its expert, -1 if it has no pairs; the places of its first pair and behind its last. ALONE: tiles has each pair's expert."""
+    if ALONE:
+        return tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64), tile, tile + 1
+    else:  # noqa: RET505 - the compiler takes only one of them
+        return tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+
+
+@kernel
 def loaded(at: tl.tensor, left: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
     """A block, with zeros where nothing is left. WHOLE: all of it is there."""
     if WHOLE:
@@ -151,9 +160,7 @@ def gate_up_of_tiles(
     release_successor(CHAINED)
     tile, block_n = tile_and_block((INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
-    expert = tl.load(tiles + tile * 3).to(tl.int64)
-    first = tl.load(tiles + tile * 3 + 1)
-    end = tl.load(tiles + tile * 3 + 2)
+    expert, first, end = tile_at(tiles, tile, False)
     for size in tl.static_range(2):
         fits = (end - first <= FEW) if size == 0 else (end - first > FEW)
         if (FEW > 0 or size == 1) and (expert >= 0) & fits:
@@ -266,9 +273,7 @@ def down_of_tiles(
     release_successor(CHAINED)
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
-    expert = tl.load(tiles + tile * 3).to(tl.int64)
-    first = tl.load(tiles + tile * 3 + 1)
-    end = tl.load(tiles + tile * 3 + 2)
+    expert, first, end = tile_at(tiles, tile, False)
     for size in tl.static_range(2):
         fits = (end - first <= FEW) if size == 0 else (end - first > FEW)
         if (FEW > 0 or size == 1) and (expert >= 0) & fits:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.expert_tiles import add_product, tile_and_block
+from enginery_ops_triton.kernels.expert_tiles import add_product, tile_and_block, tile_at
 from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
@@ -112,15 +112,6 @@ def product(
             x_part = tl.load(x_at + start, mask=inside, other=0.0)
             acc = add_product(acc, widened_float4(some, scales, place, NARROW, x_part.dtype), x_part)
     return acc
-
-
-@kernel
-def tile_at(tiles: tl.tensor, tile: tl.tensor, ALONE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Its expert, -1 if it has no pairs; the places of its first pair and behind its last. ALONE: tiles has each pair's expert."""
-    if ALONE:
-        return tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64), tile, tile + 1
-    else:  # noqa: RET505 - the compiler takes only one of them
-        return tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
 
 
 @kernel

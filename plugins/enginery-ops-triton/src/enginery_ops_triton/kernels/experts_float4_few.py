@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.experimental.gluon import language as gl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.expert_tiles import tile_and_block
-from enginery_ops_triton.kernels.experts_float4 import GROUP_COLUMNS, LANES, ROWS_PAIRED, tile_at
+from enginery_ops_triton.kernels.expert_tiles import tile_and_block, tile_at
+from enginery_ops_triton.kernels.experts_float4 import GROUP_COLUMNS, LANES, ROWS_PAIRED
 from enginery_ops_triton.kernels.float4_few import by_quads, fetched, product, sums
 from enginery_ops_triton.kernels.gates import gated
 from enginery_ops_triton.kernels.gluon_launch import all_threads, constant, kernel

@@ -264,6 +264,8 @@ def test_verified_rows_of_long_heads_are_with_few_warps() -> None:
     found = LayerCut.of(facts, itemsize=2, device=H200, length=5).decode_tile
     assert (found.rows, found.keys, found.warps) == (64, 32, 4)
     assert LayerCut.of(facts, itemsize=4, device=H200, length=5).decode_tile.warps == 8, "of float32, registers hold no more"
+    latents = HeadDims.of(dataclasses.replace(DEEPSEEK, num_heads=32), 1)  # of float8
+    assert decode_tile(latents, H200).warps == 8, "they were not measured with fewer"
 
 
 def test_tiles_fit_into_shared_memory() -> None:

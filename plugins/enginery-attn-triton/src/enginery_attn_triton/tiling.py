@@ -137,7 +137,7 @@ def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
     large = _has_large_tile(dims, rows) and device.shared_bytes >= LARGE_BYTES
     room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 2 * TILE_BYTES if large else TILE_BYTES
     keys = _power_below(min(room, device.shared_bytes // 2 + TILE_BYTES) // dims.token_bytes, low=16, high=128)
-    warps = 8 if rows * padded(dims.value) > (8192 if dims.itemsize == 4 else 16384) else 4
+    warps = 8 if rows * padded(dims.value) > (8192 if dims.shared or dims.itemsize == 4 else 16384) else 4
     stages = 2 if large and keys * dims.token_bytes > TILE_BYTES else 3
     return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=stages)
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 import triton
-from kernels_moe import DEVICE, DTYPE, READ_TB_S, TFLOP_S, rates, relative_error, time_us
+from kernels_moe import DEVICE, READ_TB_S, TFLOP_S, rates, relative_error, time_us
+from moe_shapes import DTYPE
 
 from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts

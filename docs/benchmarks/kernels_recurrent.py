@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from kernels_moe import DEVICE, DTYPE, READ_TB_S, relative_error, time_us
+from kernels_moe import DEVICE, READ_TB_S, relative_error, time_us
+from moe_shapes import DTYPE
 
 from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import triton
-from kernels_moe import DEVICE, DTYPE, READ_TB_S, relative_error, time_us
+from kernels_moe import DEVICE, READ_TB_S, relative_error, time_us
 from kernels_moe_float4 import ROUTING, SHAPES, Layer
+from moe_shapes import DTYPE
 
 from enginery_ops_triton import expert_pairs
 from enginery_ops_triton.expert_blocks import Float4Blocks, ProductBlock

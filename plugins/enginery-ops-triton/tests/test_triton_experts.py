@@ -82,6 +82,15 @@ def assert_as_the_reference(actual: torch.Tensor, x: torch.Tensor, weights: Weig
     assert error < DTYPES[x.dtype]
 
 
+def computed(bound: Experts, x: torch.Tensor, routed: Routed, blocks: PairBlocks | TileBlocks) -> torch.Tensor:
+    """In these blocks, if the device can load them."""
+    if isinstance(blocks, PairBlocks):
+        return bound.of_pairs(x, routed, blocks)
+    if blocks.described and not bound.has_descriptors:
+        pytest.skip("the device loads nothing by tensor descriptors")
+    return bound.of_tiles(x, routed, blocks)
+
+
 PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=64, num_warps=4, ahead=2), down=RowBlock(n=64, k=64, num_warps=4, ahead=3))
 EXACT_PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=128, num_warps=1, ahead=2), down=RowBlock(n=32, k=32, num_warps=1, ahead=1))
 BLOCK = ProductBlock(n=64, k=64, num_warps=4, stages=2)
@@ -107,9 +116,7 @@ def test_experts_equal_the_reference(
     routed = make_routed(num_tokens, num_experts, top_k, device)
     x = torch.randn(num_tokens, columns + 16).to(device=device, dtype=dtype)[:, 8:-8]
     bound = Experts(*weights, dependent_launch=chained(device))
-    if blocks is DESCRIBED_TILES and not bound.has_descriptors:
-        pytest.skip("the device loads nothing by tensor descriptors")
-    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    actual = computed(bound, x, routed, blocks)
     assert_as_the_reference(actual, x, weights, routed)
 
 
@@ -127,9 +134,7 @@ def test_last_tiles_of_few_pairs_equal_the_reference(tiling: str, float8: bool, 
     x = torch.randn(len(ids), 160).to(device=device, dtype=dtype)
     bound, blocks = Experts(*weights, dependent_launch=chained(device)), TILINGS[tiling]
     assert isinstance(blocks, TileBlocks)
-    if blocks.described and not bound.has_descriptors:
-        pytest.skip("the device loads nothing by tensor descriptors")
-    assert_as_the_reference(bound.of_tiles(x, routed, replace(blocks, few=16)), x, weights, routed)
+    assert_as_the_reference(computed(bound, x, routed, replace(blocks, few=16)), x, weights, routed)
 
 
 @on_devices
@@ -144,9 +149,7 @@ def test_experts_without_a_gate_equal_the_reference(
     routed, x = make_routed(num_tokens, 6, top_k, device), torch.randn(num_tokens, 160).to(device=device, dtype=dtype)
     bound = bind_squared_experts(up, down, dependent_launch=chained(device))
     assert isinstance(bound, Experts)
-    if blocks is DESCRIBED_TILES and not bound.has_descriptors:
-        pytest.skip("the device loads nothing by tensor descriptors")
-    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    actual = computed(bound, x, routed, blocks)
     on_cpu = Routed(routed.ids.cpu(), routed.weights.cpu())
     expected = reference_experts.bind_squared_experts(up.cpu().float(), down.cpu().float())(x.cpu().float(), on_cpu)
     assert actual.dtype == x.dtype
@@ -163,7 +166,7 @@ def test_sizes_may_be_odd_or_whole_blocks(
     routed = make_routed(2, 3, 2, device)
     x = torch.randn(2, columns).to(device)
     bound = Experts(*weights, dependent_launch=chained(device))
-    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    actual = computed(bound, x, routed, blocks)
     assert_as_the_reference(actual, x, weights, routed)
 
 

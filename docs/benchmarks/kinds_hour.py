@@ -5,6 +5,7 @@ token of a window's layers, takes as many times the bytes of a token of FULL as 
 Who uses them is in `kinds_hour_users.py`, and what is counted in `kinds_hour_counts.py`.
 
 With `--simulated` nothing is computed: steps take the time of `Simulated`, an hour passes in minutes, and users may be many.
+With `--gpu` the models are whole, or have fewer layers (`WHOLE`), and share a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from enginery.worker.memory_plan import no_pages
 MOST_TOKENS, MOST_REQUESTS = 16384, 32
 NARROW = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1,
-    "head_dim": 8, "vocab_size": VOCABULARY, "eos_token_id": None,
+    "head_dim": 8, "vocab_size": VOCABULARY, "eos_token_id": None, "quantization_config": None,
 }  # fmt: skip
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
@@ -86,13 +87,15 @@ def drive(
 
 
 class Run(NamedTuple):
-    """One engine. rate: of users, a second on average."""
+    """One engine. rate: of users, a second on average. num_layers: of the model that is on a GPU, None for all."""
 
     name: str
     shape: str
     kv_gib: float
     rate: float
     expected_tokens: int = EngineOptions().expected_tokens
+    on_gpu: bool = False
+    num_layers: int | None = None
 
 
 RUNS = (
@@ -100,14 +103,25 @@ RUNS = (
     Run("qwen3-next, told the mean request", "qwen3-next", kv_gib=0.006, rate=0.2, expected_tokens=2500),
     Run("gpt-oss", "gpt-oss", kv_gib=0.004, rate=0.3),
 )
+WHOLE = (
+    Run("qwen3-next, 16 layers", "qwen3-next", kv_gib=8, rate=2.0, on_gpu=True, num_layers=16),
+    Run("gpt-oss-120b", "gpt-oss", kv_gib=12, rate=2.0, on_gpu=True),
+)
 
 
 def write_config(run: Run, folder: Path, changes: Mapping[str, Any]) -> Path:
     """The real model's, but for `changes`, of which None removes a key."""
-    config = {**shapes()[SHAPES[run.shape][0]], "quantization_config": None, **changes}
+    config = {**shapes()[SHAPES[run.shape][0]], **changes}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
+
+
+def changes_of(run: Run) -> dict[str, Any]:
+    """What its model has otherwise than the real one."""
+    if not run.on_gpu:
+        return {**NARROW, **SHAPES[run.shape][1]}
+    return {} if run.num_layers is None else {"num_hidden_layers": run.num_layers}
 
 
 def options_of(run: Run, folder: Path) -> EngineOptions:
@@ -115,12 +129,12 @@ def options_of(run: Run, folder: Path) -> EngineOptions:
         model=str(folder),
         load_format="dummy",
         dtype="bfloat16",
-        device="cpu",
+        device="cuda" if run.on_gpu else "cpu",
         num_threads=1,
         page_size=PAGE,
         max_model_len=MOST_TOKENS,
-        max_batch_requests=MOST_REQUESTS,
-        max_batch_tokens=2048,
+        max_batch_requests=2 * MOST_REQUESTS if run.on_gpu else MOST_REQUESTS,
+        max_batch_tokens=8192 if run.on_gpu else 2048,
         expected_tokens=run.expected_tokens,
         kv_memory_gib=run.kv_gib,
     )
@@ -135,8 +149,8 @@ def measured(run: Run, seconds: int, progress: Path | None, *, simulated: bool =
                 file.write(json.dumps({"run": run.name, **as_json(second)}) + "\n")
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_config(run, Path(temporary) / "here", {**NARROW, **SHAPES[run.shape][1]})
-        options, real = options_of(run, folder), write_config(run, Path(temporary) / "real", {})
+        folder = write_config(run, Path(temporary) / "here", changes_of(run))
+        options, real = options_of(run, folder), write_config(run, Path(temporary) / "real", {"quantization_config": None})
         engine = Engine.build(dataclasses.replace(options, graphs=not simulated), Registry.load())
         clock = StandingClock() if simulated else Clock()
         driven = Simulated(engine, clock) if isinstance(clock, StandingClock) else engine
@@ -160,13 +174,15 @@ def proportions(config: Path, options: EngineOptions) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=3600)
-    parser.add_argument("--runs", nargs="*", default=[run.name for run in RUNS], choices=[run.name for run in RUNS])
+    parser.add_argument("--gpu", action="store_true", help="the models as they are, on one GPU")
+    parser.add_argument("--runs", nargs="*", choices=[run.name for run in RUNS + WHOLE], help="all of the sort unless told")
     parser.add_argument("--rate", type=float, default=1.0, help="times as many users")
     parser.add_argument("--simulated", action="store_true", help="compute nothing")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--progress", type=Path, help="file to which each second is appended")
     asked = parser.parse_args()
-    runs = [run._replace(rate=asked.rate * run.rate) for run in RUNS if run.name in asked.runs]
+    wanted = [run for run in (WHOLE if asked.gpu else RUNS) if asked.runs is None or run.name in asked.runs]
+    runs = [run._replace(rate=asked.rate * run.rate) for run in wanted]
     measure = functools.partial(measured, seconds=asked.seconds, progress=asked.progress, simulated=asked.simulated)
     with ProcessPoolExecutor(len(runs), mp_context=get_context("spawn")) as pool:
         found = list(pool.map(measure, runs))

@@ -29,13 +29,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from moe_shapes import DTYPE, FLOAT8, SHAPES, WEIGHTS, Blocks, Shape, Tried, candidates, only_chosen, other_tiles
+from moe_shapes import DTYPE, FLOAT8, SHAPES, WEIGHTS, Shape, Tried, candidates, only_chosen, other_tiles
 
 from enginery.api import SILU, ExpertNames, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
 from enginery.nn.moe import JoinedExperts
 from enginery.nn.stored import FLOAT8_BLOCKS, widen
-from enginery_ops_triton.expert_blocks import PairBlocks
 from enginery_ops_triton.experts import Experts
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.routing import route
@@ -119,10 +118,6 @@ def spread_out(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return scale.double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
 
 
-def run(bound: Experts, blocks: Blocks, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-    return bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
-
-
 def time_us(calls: Sequence[Call], *, replays: int) -> float:
     """Microseconds of one call: the median over replays of a graph that holds all of them."""
     side = torch.cuda.Stream()
@@ -183,9 +178,9 @@ def num_calls(num_tokens: int) -> int:
     return {1: 24, 16: 6, 256: 4}.get(num_tokens, 2)
 
 
-def compare(models: Sequence[str], *, loop: bool) -> Iterator[dict[str, Any]]:
-    for name, (label, weight_dtype) in itertools.product(models, WEIGHTS.items()):
-        shape = SHAPES[name]
+def compare(models: Sequence[str], kinds: Sequence[str], *, loop: bool) -> Iterator[dict[str, Any]]:
+    for name, label in itertools.product(models, kinds):
+        shape, weight_dtype = SHAPES[name], WEIGHTS[label]
         layer = Layer(shape, weight_dtype)
         bound = layer.bound()
         for num_tokens in TOKENS:
@@ -296,7 +291,7 @@ def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], tr
             times = []
             for which, blocks in dict.fromkeys(tried(layer.shape, num_tokens, WEIGHTS[label])):
                 try:
-                    taken = time_us([partial(run, bound, blocks, *each) for each in inputs], replays=3)
+                    taken = time_us([partial(bound.of_blocks, *each, blocks) for each in inputs], replays=3)
                 except triton.runtime.errors.OutOfResources:
                     continue
                 times.append((round(taken, 1), which, *([str(blocks)] if which == "chosen" or tried is candidates else [])))
@@ -317,7 +312,7 @@ def compile_part(part: int, parts: int, todo: Sequence[tuple[str, str, int]], tr
         mine = list(dict.fromkeys(each[2] for each in work if each[:2] == (name, label)))
         for blocks in mine[part::parts]:
             try:
-                run(bound, blocks, x, Routed(ids, torch.rand(ids.shape, device=DEVICE)))
+                bound.of_blocks(x, Routed(ids, torch.rand(ids.shape, device=DEVICE)), blocks)
             except triton.runtime.errors.OutOfResources:
                 continue
         torch.cuda.synchronize()
@@ -329,7 +324,7 @@ def main() -> None:
     parser.add_argument("--tiles", dest="tried", action="store_const", const=other_tiles)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the sweep and the layers")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="of the sweep")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="of the sweep and the experts")
     parser.add_argument("--only", nargs="+", choices=("layers", "routing", "experts"), help="of what is compared")
     parser.add_argument("--no-loop", action="store_true", help="leave the core's reference out")
     parser.add_argument("--workers", type=int, default=14)
@@ -361,7 +356,7 @@ def main() -> None:
         else {
             "layers": layers(asked.models, asked.tokens),
             "routing": routers(asked.models),
-            "experts": compare(asked.models, loop=not asked.no_loop),
+            "experts": compare(asked.models, asked.weights, loop=not asked.no_loop),
         }
     )
     for part, rows in parts.items():

@@ -71,6 +71,9 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
             if rows * lanes <= 64 and rows * ahead * lanes <= 320:
                 yield "down", replace(chosen, down=RowBlock(n=n, k=k, num_warps=num_warps, ahead=ahead))
         return
+    if weight_dtype is FLOAT8:
+        yield from _of_parts(chosen)
+        return
     many = num_tokens * shape.routing.top_k > 64 * shape.num_experts
     ms = (64, 128, 256) if many else tuple(sorted({16, 32, 64, chosen.m} & {chosen.m // 2, chosen.m, 2 * chosen.m}))
     loads = (False, True) if many else (chosen.described,)
@@ -84,6 +87,17 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
             if fits and not (many and k == 128 and weight_dtype is DTYPE):
                 block = ProductBlock(n=n, k=k, num_warps=num_warps, stages=stages)
                 yield which, replace(chosen, m=m, described=described, **{which: block})
+
+
+def _of_parts(chosen: TileBlocks) -> Iterator[tuple[str, Blocks]]:
+    """Of float8 weights: blocks have the columns of a scale."""
+    for m in sorted({16, 32, 64} & {chosen.m // 2, chosen.m, 2 * chosen.m}):
+        for n, num_warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
+            block = ProductBlock(n=n, k=128, num_warps=num_warps, stages=stages)
+            for which, weights in (("gate_up", 2), ("down", 1)):
+                fits = weights * n * m <= 64 * num_warps * 32 and stages * 128 * (weights * n + 2 * m) <= 227 << 10
+                if fits and n >= 16 * num_warps:
+                    yield which, replace(chosen, m=m, few=16 if m > 16 else 0, **{which: block})
 
 
 def other_tiles(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:

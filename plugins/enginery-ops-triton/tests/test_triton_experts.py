@@ -16,7 +16,7 @@ from triton_devices import NEEDS_INTERPRETER, chained, on_devices
 
 from enginery.api import ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
-from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
+from enginery_ops_triton.expert_blocks import PARTS, ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import sort_by_expert
 from enginery_ops_triton.experts import Experts, bind_experts, bind_squared_experts
 from enginery_ops_triton.routing import route
@@ -26,7 +26,14 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_ON_CPU = (1, 5, 33, 300)  # of the numbers of tokens, those with float8 in the interpreter; the others with bfloat16
 
-SCRIPTS = ("hopper_draws.py", "hopper_routers.py", "hopper_rows.py", "hopper_stream_k.py", "less_shared_memory.py")
+SCRIPTS = (
+    "hopper_draws.py",
+    "hopper_parts.py",
+    "hopper_routers.py",
+    "hopper_rows.py",
+    "hopper_stream_k.py",
+    "less_shared_memory.py",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -84,11 +91,9 @@ def assert_as_the_reference(actual: torch.Tensor, x: torch.Tensor, weights: Weig
 
 def computed(bound: Experts, x: torch.Tensor, routed: Routed, blocks: PairBlocks | TileBlocks) -> torch.Tensor:
     """In these blocks, if the device can load them."""
-    if isinstance(blocks, PairBlocks):
-        return bound.of_pairs(x, routed, blocks)
-    if blocks.described and not bound.has_descriptors:
+    if isinstance(blocks, TileBlocks) and blocks.described and not bound.has_descriptors:
         pytest.skip("the device loads nothing by tensor descriptors")
-    return bound.of_tiles(x, routed, blocks)
+    return bound.of_blocks(x, routed, blocks)
 
 
 PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=64, num_warps=4, ahead=2), down=RowBlock(n=64, k=64, num_warps=4, ahead=3))
@@ -135,6 +140,38 @@ def test_last_tiles_of_few_pairs_equal_the_reference(tiling: str, float8: bool, 
     bound, blocks = Experts(*weights, dependent_launch=chained(device)), TILINGS[tiling]
     assert isinstance(blocks, TileBlocks)
     assert_as_the_reference(computed(bound, x, routed, replace(blocks, few=16)), x, weights, routed)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", PARTS)
+def test_parts_of_an_activation_add_up_to_it(dtype: torch.dtype, device: str) -> None:
+    """Blocks of columns with a large number, of small numbers, of zeros, and one that is not whole."""
+    torch.manual_seed(11)
+    x = torch.randn(5, 528)[:, 3:-3]
+    x[:, 7] *= 1000
+    x[:, 128:256] *= 2.0**-12
+    x[:, 256:384] = 0
+    x = x.to(device=device, dtype=dtype)
+    parts, scales = Experts(*make_weights(2, 522, 16, dtype=dtype, device=device, float8=True), dependent_launch=False).split(x)
+    assert parts.shape == (5, PARTS[dtype], 522)
+    assert scales.shape == (5, 5)
+    scale = scales.double().repeat_interleave(128, 1)[:, :522]
+    assert ((parts.double().sum(1) * scale - x.double()).abs() <= 2.0**-9 * scale).all()
+    largest = F.pad(x.float().abs(), (0, 118)).unflatten(1, (-1, 128)).amax(-1)
+    assert (scales[:, [0, 1, 3, 4]] <= largest[:, [0, 1, 3, 4]] * 2.0**-7).all()
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
+def test_what_is_no_number_stays_none_through_parts(spoilt: float, device: str) -> None:
+    torch.manual_seed(12)
+    bound = Experts(*make_weights(2, 160, 48, dtype=torch.bfloat16, device=device, float8=True), dependent_launch=chained(device))
+    x = torch.randn(40, 160).to(device=device, dtype=torch.bfloat16)
+    x[3, 130] = spoilt
+    out = bound(x, make_routed(40, 2, 1, device))
+    assert out[3].isnan().all()
+    assert out[torch.arange(40) != 3].isfinite().all()
 
 
 @on_devices
@@ -288,7 +325,8 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor_and_divide_blocks_of_s
                         assert 128 % blocks.down.n == 0
                         continue
                     for block, weights in ((blocks.gate_up, 2), (blocks.down, 1)):
-                        stage = block.k * (weights * block.n * weight_dtype.itemsize + blocks.m * dtype.itemsize)
+                        parts = PARTS[dtype] if weight_dtype is FLOAT8 and dtype in PARTS else dtype.itemsize
+                        stage = block.k * (weights * block.n * weight_dtype.itemsize + blocks.m * parts)
                         assert stage * block.stages <= 227 * 1024
                         assert 128 % block.k == 0
 
@@ -297,7 +335,7 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor_and_divide_blocks_of_s
     ("weight_dtype", "tiles"),
     [
         (torch.bfloat16, {192: 16, 208: 32, 416: 32, 448: 64, 896: 64, 1024: 128}),
-        (FLOAT8, {224: 16, 256: 32, 512: 32, 768: 64, 960: 64, 1024: 128}),
+        (FLOAT8, {192: 16, 208: 32, 576: 32, 592: 64, 1024: 64, 16384: 64}),
     ],
 )
 def test_tiles_have_room_for_more_pairs_than_experts_have_on_average(weight_dtype: torch.dtype, tiles: dict[int, int]) -> None:

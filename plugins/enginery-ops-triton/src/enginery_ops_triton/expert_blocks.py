@@ -6,6 +6,7 @@ Qwen3-Next and Kimi-Linear, and from whole steps of gpt-oss-120b (docs/log.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,10 +17,12 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.shared_memory import HOPPER_BYTES, fitting_stages
 
 WIDE_TILES: Final = ((16, 12), (32, 26), (64, 58))
-FLOAT8_TILES: Final = ((16, 14), (32, 36), (64, 60))
+FLOAT8_TILES: Final = ((16, 12), (32, 36), (64, math.inf))
 FLOAT4_TILES: Final = ((16, 12), (32, 25), (64, 64))
 """Pairs of a tile, and up to how many of an expert on average tiles of so many are the fastest."""
 LARGEST_TILE: Final = 128
+PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
+"""In float8, that an activation is the sum of: kernels/experts_float8.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,28 +127,35 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = ProductBlock(n=32, k=32, num_warps=4, stages=2)
         return TileBlocks(m=min(m, 32), gate_up=block, down=block)
-    return _of_large_tiles(m, sizes, wide=wide) if m > 32 else _of_small_tiles(m, wide=wide)
+    if not wide:
+        return _of_parts(m, sizes)
+    return _of_large_tiles(m, sizes) if m > 32 else _of_small_tiles(m)
 
 
-def _of_small_tiles(m: int, *, wide: bool) -> TileBlocks:
-    """wide: weights are of the activations' type."""
-    if m == 32 and wide:
+def _of_parts(m: int, sizes: ExpertSizes) -> TileBlocks:
+    """Of float8 weights, with all columns of a scale in a block. From the sweep in docs/benchmarks/kernels-moe-parts.json."""
+    column_bytes = PARTS[sizes.dtype] * m  # of x
+
+    def block(rows: int, stages: int, *, weights: int = 1) -> ProductBlock:
+        fitting = fitting_stages(stages, 128 * (weights * rows + column_bytes), sizes.available, in_registers=0)
+        return _groups(rows, num_warps=4, stages=fitting)
+
+    return TileBlocks(m=m, gate_up=block(64, 3, weights=2), down=block(128, 4 if m == 16 else 3), few=16 if m > 16 else 0)
+
+
+def _of_small_tiles(m: int) -> TileBlocks:
+    if m == 32:
         return TileBlocks(m=m, gate_up=_half_group(64, num_warps=4, stages=4), down=_half_group(128, num_warps=4, stages=4))
     block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
-    return TileBlocks(m=m, gate_up=block, down=block, few=16 if m == 32 else 0)
+    return TileBlocks(m=m, gate_up=block, down=block)
 
 
-def _of_large_tiles(m: int, sizes: ExpertSizes, *, wide: bool) -> TileBlocks:
-    described = sizes.has_descriptors and wide
-    block_bytes = 64 * (m * sizes.dtype.itemsize + 256 * sizes.weight_dtype.itemsize)  # gates and ups are as many rows as down's
-    stages = fitting_stages(4, block_bytes, sizes.available, in_registers=0 if described else 1)
+def _of_large_tiles(m: int, sizes: ExpertSizes) -> TileBlocks:
+    block_bytes = 64 * (m + 256) * sizes.dtype.itemsize  # gates and ups are as many rows as down's
+    stages = fitting_stages(4, block_bytes, sizes.available, in_registers=0 if sizes.has_descriptors else 1)
     gate_up = _half_group(128, num_warps=8, stages=stages)
-    down = _half_group(256 if wide else 128, num_warps=8, stages=stages)
-    if m == 64 and wide:
-        down = _half_group(128, num_warps=4, stages=stages)
-    elif m == 64:
-        gate_up = _half_group(64, num_warps=4, stages=stages)
-    return TileBlocks(m=m, gate_up=gate_up, down=down, described=described, few=32 if m == 64 or wide else 64)
+    down = _half_group(128, num_warps=4, stages=stages) if m == 64 else _half_group(256, num_warps=8, stages=stages)
+    return TileBlocks(m=m, gate_up=gate_up, down=down, described=sizes.has_descriptors, few=32)
 
 
 def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4Blocks:
@@ -167,7 +177,7 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
     return Float4Blocks(m=m, gate_up=block, down=block, few=16 if m == 32 else 32)
 
 
-def _pairs_of_tile(num_pairs: int, num_experts: int, tiles: Sequence[tuple[int, int]]) -> int:
+def _pairs_of_tile(num_pairs: int, num_experts: int, tiles: Sequence[tuple[int, float]]) -> int:
     return next((m for m, most in tiles if num_pairs <= most * num_experts), LARGEST_TILE)
 
 

@@ -12,17 +12,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from enginery.api import SILU, Activation, ExpertBiases, ExpertsFn, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
-from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, TileBlocks, blocks_for
+from enginery_ops_triton.expert_blocks import PARTS, ExpertSizes, PairBlocks, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
 from enginery_ops_triton.experts_float4 import Float4Experts
-from enginery_ops_triton.kernels import expert_tiles
+from enginery_ops_triton.kernels import expert_tiles, experts_float8
 from enginery_ops_triton.kernels import experts as kernels
+from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.shared_memory import shared_bytes
 from enginery_ops_triton.spec import FLOAT4_BLOCKS, FLOAT8_BLOCKS
 
 WIDE_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8_SINCE: Final = (8, 9)  # compute capability that converts it
 DESCRIBED_SINCE: Final = (9, 0)  # that loads blocks by tensor descriptors
+SPLIT_BLOCKS = 16  # of 128 columns, that a program splits
 
 
 def bind_experts(
@@ -72,7 +74,7 @@ def _takes(weight: torch.Tensor | StoredWeight) -> bool:
 
 
 class Experts:
-    """Float8 weights are widened in the kernels, exactly as the reference does; x stays in its type."""
+    """Float8 weights are widened in the kernels where x is float32, or where each pair reads its own; else x is split in float8."""
 
     def __init__(
         self,
@@ -113,8 +115,13 @@ class Experts:
             has_descriptors=self.has_descriptors,
             available=self.available,
         )
-        blocks = blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes)
-        return self.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else self.of_tiles(x, routed, blocks)
+        return self.of_blocks(x, routed, blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes))
+
+    def of_blocks(self, x: torch.Tensor, routed: Routed, blocks: PairBlocks | TileBlocks) -> torch.Tensor:
+        """The same in blocks of these sizes."""
+        if isinstance(blocks, PairBlocks):
+            return self.of_pairs(x, routed, blocks)
+        return self.of_parts(x, routed, blocks) if self.scaled and x.dtype in PARTS else self.of_tiles(x, routed, blocks)
 
     def of_pairs(self, x: torch.Tensor, routed: Routed, blocks: PairBlocks) -> torch.Tensor:
         """Each pair of a token and an expert reads the expert's weights."""
@@ -239,6 +246,88 @@ class Experts:
         )
         add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
         return out
+
+    def of_parts(self, x: torch.Tensor, routed: Routed, blocks: TileBlocks) -> torch.Tensor:
+        """The same with float8 weights and x in 16 bits."""
+        num_tokens, top_k = routed.ids.shape
+        out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
+        if num_tokens == 0:
+            return out
+        ids = routed.ids.contiguous()
+        order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
+        inner = torch.empty((ids.numel(), self.inner), dtype=x.dtype, device=x.device)
+        parts = torch.empty((ids.numel(), self.columns), dtype=x.dtype, device=x.device)
+        block = blocks.gate_up
+        experts_float8.gate_up_of_parts[(len(tiles) * -(-self.inner // block.n),)](
+            *self.split(x if x.stride(-1) == 1 else x.contiguous()),
+            self.gate_up,
+            self.gate_up_scale,
+            self.gate_up_bias,
+            order,
+            tiles,
+            inner,
+            INNER=self.inner,
+            COLUMNS=self.columns,
+            TOP_K=top_k,
+            PARTS=PARTS[x.dtype],
+            BLOCK_M=blocks.m,
+            FEW=blocks.few,
+            BLOCK_N=block.n,
+            GROUP=block.group,
+            STAGES=block.stages,
+            BIASED=self.biased,
+            KIND=self.kind,
+            ALPHA=self.alpha,
+            LIMIT=self.limit,
+            CHAINED=self.dependent_launch,
+            num_warps=block.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        block = blocks.down
+        experts_float8.down_of_parts[(len(tiles) * -(-self.columns // block.n),)](
+            *self.split(inner),
+            self.down,
+            self.down_scale,
+            self.down_bias,
+            order,
+            tiles,
+            parts,
+            INNER=self.inner,
+            COLUMNS=self.columns,
+            PARTS=PARTS[x.dtype],
+            BLOCK_M=blocks.m,
+            FEW=blocks.few,
+            BLOCK_N=block.n,
+            GROUP=block.group,
+            STAGES=block.stages,
+            BIASED=self.biased,
+            CHAINED=self.dependent_launch,
+            num_warps=block.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
+        return out
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [rows, columns] as parts [rows, P, columns] in float8, and their scales [rows, blocks of 128 columns]."""
+        (rows, columns), num_parts = x.shape, PARTS[x.dtype]
+        num_blocks = -(-columns // 128)
+        parts = torch.empty((rows, num_parts, columns), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((rows, num_blocks), dtype=torch.float32, device=x.device)
+        blocks = min(SPLIT_BLOCKS, next_power_of_2(num_blocks))
+        experts_float8.split_rows[(rows, -(-num_blocks // blocks))](
+            x,
+            parts,
+            scales,
+            x.stride(0),
+            COLUMNS=columns,
+            PARTS=num_parts,
+            BLOCKS=blocks,
+            CHAINED=self.dependent_launch,
+            num_warps=4,
+            launch_pdl=self.dependent_launch,
+        )
+        return parts, scales
 
 
 def _has_descriptors(weight: torch.Tensor) -> bool:

@@ -7,9 +7,11 @@ import time
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from engine.kv_router import PAGE_SIZE, PATIENCE_MS, Router
+from zmq.utils.monitor import recv_monitor_message
 
 from enginery.config.schema import EngineOptions
 from enginery.engine.kv_events import publisher
@@ -105,6 +107,34 @@ def test_a_step_waits_for_nobody_and_too_much_is_told_as_cleared(
     assert list(router.blocks.values()) == [("", (1, 2, 3, 4))]
     router.close()
     events.close()
+
+
+def test_who_knew_the_engine_before_a_restart_is_told_that_nothing_is_cached(tmp_path: Path) -> None:
+    """Without asking for what was missed: routers of vLLM's events may not. The connection comes back after the engine began."""
+    asked, block = published_at(tmp_path), array("i", (1, 2, 3, 4)).tobytes()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.SUB)
+    router.reconnect_ivl = 300
+    router.subscribe("")
+    connected = router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    router.connect(asked.kv_events)
+    try:
+        for _ in range(2):
+            engine = KVEvents(asked, medium="CPU", groups=ONE_KIND)
+            engine.publish()  # as in its first idle moment
+            assert connected.poll(PATIENCE_MS)
+            recv_monitor_message(connected)
+            assert not router.poll(200)  # meanwhile it tells what it subscribes to
+            engine.stored(None, block, (1,), "")
+            engine.publish()
+            assert router.poll(PATIENCE_MS)
+            _, number, batch = router.recv_multipart()
+            kinds = [event["type"] for event in msgspec.msgpack.decode(batch)[1]]
+            assert (int.from_bytes(number, "big"), kinds) == (0, ["AllBlocksCleared", "BlockStored"])
+            engine.close()
+    finally:
+        router.disable_monitor()
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,8 @@ class KVEvents:
         rank = asked.dp_rank * asked.dp_attention + lane
         address, replayed = (address_of(each, rank) if each else "" for each in (asked.kv_events, asked.kv_events_replay))
         self._page_bytes = asked.page_size * TOKEN_BYTES
-        self._numbers = itertools.count()
-        self._points: dict[ResumePoint, int] = {}
-        self._changes: list[Change] = [Blocks.cleared]  # for subscribers of the engine that was here before
+        self._numbers, self._points = itertools.count(), dict[ResumePoint, int]()
+        self._changes: list[Change] = []
         self._waiting: _Waiting = queue.Queue(most_waiting)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         events, replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
@@ -143,6 +142,7 @@ class _Publisher:
                 if taken is None:
                     return
                 at_s, changes = taken
+                changes = changes if self._next else [Blocks.cleared, *changes]  # who knew an engine before it listens again by now
                 if events := [event for change in changes for event in change(self._blocks)]:
                     batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
                     number = self._next.to_bytes(8, "big")

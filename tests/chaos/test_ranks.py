@@ -229,6 +229,15 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(
     assert "in failing" in err
 
 
+def test_ranks_that_wait_for_each_other_in_different_exchanges_are_ended(pairs: list[Pair], tmp_path: Path) -> None:
+    """Neither would ever come back: one has begun an exchange that the other knows nothing of."""
+    path = broken(tmp_path, "import torch; self._group.of_all(torch.zeros(3))", step=20)
+    said, err = pair_at("decode", pairs, path=path).end()
+    told = "ended: the ranks wait for each other in step 20: rank 0 in the exchange 'sum', rank 1 in the exchange 'of_all'"
+    assert said.startswith(told)
+    assert "in failing" in err
+
+
 def test_a_first_rank_that_hangs_loses_the_others_and_ends_when_it_comes_back(pairs: list[Pair], tmp_path: Path) -> None:
     """It is the engine's own process, whose thread nobody interrupts outside of an exchange.
 

@@ -172,6 +172,35 @@ def test_the_cause_is_told_before_the_executor_has_ended_what_it_placed() -> Non
     assert standing.is_severed
 
 
+class PausedRanks(HeldRanks):
+    """Implements `RunningRanks` by one that says nothing, with an engine that does not run for a while, as under `docker pause`."""
+
+    def __init__(self) -> None:
+        self.num_looks, self.is_over = 0, threading.Event()
+
+    def poll(self) -> list[Death]:
+        self.num_looks += 1
+        if self.num_looks == 1:
+            time.sleep(2.5)
+        elif self.num_looks == 4:
+            self.is_over.set()
+        return []
+
+    def end(self, *, grace_s: float) -> None:
+        self.is_over.set()
+
+
+def test_an_engine_that_was_paused_itself_does_not_take_its_ranks_for_lost() -> None:
+    ranks, reports = PausedRanks(), zmq.Context.instance().socket(zmq.PULL)
+    reports.bind("inproc://reports-of-the-paused")
+    watch = Watch(lambda plan: ranks, ["cpu"], reports=reports, deadline_s=0.2, standing=Standing(), joining=None)
+    try:
+        assert ranks.is_over.wait(20)
+        assert watch.cause is None
+    finally:
+        watch.end(grace_s=0.0)
+
+
 def test_while_ranks_are_awaited_the_start_says_so(registry: Registry) -> None:
     said: list[str] = []
     with pytest.raises(EnginError, match="no room for ranks"):

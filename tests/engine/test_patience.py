@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -158,6 +159,16 @@ def test_what_a_step_gave_whose_exchanges_were_ended_is_not_taken() -> None:
     driver = Driver(Standing(), cause=EngineDied("rank 1 is gone"))
     with pytest.raises(EngineDied, match="rank 1 is gone"):
         RankProcesses.wait(cast("Any", driver), cast("Any", Running(driver._standing, object())))
+
+
+def test_a_step_is_watched_for_to_its_end_though_the_one_before_it_has_landed() -> None:
+    """With stages two are on their way, and behind the last one nothing more is sent."""
+    said: list[str | None] = []
+    driver = SimpleNamespace(_newest=8, _watch=SimpleNamespace(busy=said.append))
+    RankProcesses.landed(cast("Any", driver), cast("Any", SimpleNamespace(number=7)))
+    assert said == []
+    RankProcesses.landed(cast("Any", driver), cast("Any", SimpleNamespace(number=8)))
+    assert said == [None]
 
 
 def test_idle_ranks_need_not_work(ranks: Ranks) -> None:

@@ -337,11 +337,12 @@ def test_orders_go_to_all_that_serve(with_server):
 
 def test_a_full_queue_on_one_sends_requests_to_the_other(with_server):
     async def scenario(live):
+        await live.complete([2] * 400, max_tokens=1)
         for client in live.service.engine.clients:
             os.kill(client.child.pid, signal.SIGSTOP)
         tasks = [asyncio.create_task(live.complete([2] * 400, max_tokens=1)) for _ in range(4)]
-        await live.until(lambda: sum(sent(live)) == 4)
-        assert sent(live) == [2, 2]
+        await live.until(lambda: sum(sent(live)) == 5)
+        assert sent(live) == [1 + 2, 2], "the first has the prompt, and two requests wait there"
         for client in live.service.engine.clients:
             os.kill(client.child.pid, signal.SIGCONT)
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 4

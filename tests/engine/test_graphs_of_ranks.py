@@ -30,6 +30,7 @@ from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.cuda_capture import CudaCapture
 from enginery.worker.paths.decode_capture import DecodeCapture
 from enginery.worker.paths.decode_graphs import DecodeGraphs, LogitsHead
+from enginery.worker.ranks.collectives import HeadColumns
 from enginery.worker.ranks.path import ColumnsHead
 
 MOST = 6
@@ -79,15 +80,26 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_graphs_of_ranks_tell_what_one_rank_tells(
-    llama: Oracle, registry: Registry, captured: None, *, ranks: int, overlap: bool
+    llama: Oracle, registry: Registry, captured: None, monkeypatch: pytest.MonkeyPatch, *, ranks: int, overlap: bool
 ) -> None:
-    """Alone in its batch, each kind of request, and all together."""
+    """Alone in its batch, each kind of request, and all together. Of greedy ones nobody brings logits together."""
     asked = options(llama, overlap=overlap, num_pages=120, max_batch_requests=MOST)
     every = [request(name, llama.prompts[5], **params) for name, params in ASKED.items()]
     batches = [every[:1], every, every[1:2], [request("many tokens", llama.prompts[6], max_tokens=20), *every[2:]]]
     expected = [serve(Engine.build(asked, registry), batch) for batch in batches]
+    gathered: list[int] = []
+    gather = HeadColumns.gather
+
+    def noted(head: HeadColumns, partial: torch.Tensor) -> torch.Tensor:
+        gathered.append(len(partial))
+        return gather(head, partial)
+
+    monkeypatch.setattr(HeadColumns, "gather", noted)
     with on_threads(dataclasses.replace(asked, tp=ranks), registry) as (engine, _):
-        found = [serve(engine, batch) for batch in batches]
+        found = [serve(engine, batches[0])]
+        assert gathered == []
+        found += [serve(engine, batch) for batch in batches[1:]]
+        assert len(gathered) > 8 * ranks
         assert engine.meter.stats().num_graph_steps > 25
     assert [{name: told.tokens for name, told in each.items()} for each in found] == [
         {name: told.tokens for name, told in each.items()} for each in expected

@@ -21,7 +21,7 @@ from enginery.checkpoint.files import scan_checkpoint
 from enginery.checkpoint.reader import in_threads, taken
 from enginery.errors import CheckpointError
 from enginery.worker.weights.load import load
-from enginery.worker.weights.store import WeightRecord
+from enginery.worker.weights.store import Piece, Slice, WeightRecord
 
 CPU = torch.device("cpu")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -116,6 +116,20 @@ def test_a_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
         loaded = load(record, scan_checkpoint(tmp_path), CPU)
         assert torch.equal(loaded.tensor(piece("half", (3,), dtype)), half.to(dtype))
         assert torch.equal(loaded.tensor(piece("w", (5, 3), dtype)), values.to(dtype))
+
+
+def test_of_rows_nobody_reads_those_of_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some columns the rows are read whole, as they do not adjoin in the file."""
+    weights, num_read, preadv = {"w": torch.randn(12, 8)}, list[int](), os.preadv
+    save_file(weights, tmp_path / "model.safetensors")
+    monkeypatch.setattr(os, "preadv", lambda *given: num_read.append(preadv(*given)) or num_read[-1])
+    for starts, shape, num_bytes in (((4, 0), (4, 8), 4 * 8 * 4), ((0, 2), (12, 3), 12 * 8 * 4)):
+        part = Piece((Slice(name="w", whole=(12, 8), starts=starts, shape=shape),), torch.float32)
+        (record := WeightRecord(torch.float32)).tensor(part)
+        loaded = load(record, scan_checkpoint(tmp_path), CPU).tensor(part)
+        assert torch.equal(loaded, weights["w"][starts[0] : starts[0] + shape[0], starts[1] : starts[1] + shape[1]])
+        assert sum(num_read) == num_bytes
+        num_read.clear()
 
 
 def test_a_tensor_that_two_pieces_ask_for_is_read_into_both(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import noise
 import psutil
@@ -21,6 +23,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Death, ExecutorSpec, LaunchPlan
 from enginery.engine.engine import Engine
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.driver import _of_one_rank
 from enginery.engine.ranks.keys import RankKey
 from enginery.engine.ranks.local import COMMAND, LocalRanks
 from enginery.engine.ranks.watch import Watch
@@ -173,15 +176,15 @@ def test_the_cause_is_told_before_the_executor_has_ended_what_it_placed() -> Non
 
 
 class PausedRanks(HeldRanks):
-    """Implements `RunningRanks` by one that says nothing, with an engine that does not run for a while, as under `docker pause`."""
+    """Implements `RunningRanks` by one that says nothing, with an engine that does not run at its first look, for so long."""
 
-    def __init__(self) -> None:
-        self.num_looks, self.is_over = 0, threading.Event()
+    def __init__(self, paused_s: float) -> None:
+        self.paused_s, self.num_looks, self.is_over = paused_s, 0, threading.Event()
 
     def poll(self) -> list[Death]:
         self.num_looks += 1
         if self.num_looks == 1:
-            time.sleep(2.5)
+            time.sleep(self.paused_s)
         elif self.num_looks == 4:
             self.is_over.set()
         return []
@@ -190,15 +193,35 @@ class PausedRanks(HeldRanks):
         self.is_over.set()
 
 
-def test_an_engine_that_was_paused_itself_does_not_take_its_ranks_for_lost() -> None:
-    ranks, reports = PausedRanks(), zmq.Context.instance().socket(zmq.PULL)
-    reports.bind("inproc://reports-of-the-paused")
-    watch = Watch(lambda plan: ranks, ["cpu"], reports=reports, deadline_s=0.2, standing=Standing(), joining=None)
+@pytest.mark.parametrize(("placed_s", "paused_s"), [(2.5, 0.0), (0.0, 2.5)])
+def test_time_in_which_ranks_are_placed_or_the_engine_is_paused_counts_for_none(placed_s: float, paused_s: float) -> None:
+    """As by a cluster that starts a node for them, and by `docker pause`; they may say nothing for two seconds."""
+    ranks, reports = PausedRanks(paused_s), zmq.Context.instance().socket(zmq.PULL)
+    reports.bind(f"inproc://reports-of-the-paused-{paused_s}")
+
+    def launch(plan: LaunchPlan) -> PausedRanks:
+        time.sleep(placed_s)
+        return ranks
+
+    watch = Watch(launch, ["cpu"], reports=reports, deadline_s=0.2, standing=Standing(), joining=None)
     try:
         assert ranks.is_over.wait(20)
         assert watch.cause is None
     finally:
         watch.end(grace_s=0.0)
+
+
+def test_ranks_change_to_no_kernels_that_others_may_not_have_yet() -> None:
+    assert _of_one_rank(options(), cast("Any", SimpleNamespace(address="")), "cuda").wait_for_kernels
+
+
+@pytest.mark.parametrize(("given", "here", "elsewhere"), [(None, 2, 8), (5, 1, 5), (2, 1, 2)])
+def test_ranks_of_one_host_share_its_threads(given: int | None, here: int, elsewhere: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them; those of other hosts have their own."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    asked = options(tp=2, pp=2, num_threads=given)
+    found = [_of_one_rank(asked, cast("Any", SimpleNamespace(address=at)), "cpu").num_threads for at in ("", "tcp://10.0.0.1:5550")]
+    assert found == [here, elsewhere]
 
 
 def test_while_ranks_are_awaited_the_start_says_so(registry: Registry) -> None:

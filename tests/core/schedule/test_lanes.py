@@ -138,13 +138,15 @@ def test_who_has_to_wait_again_is_named_of_every_lane():
 
 def test_a_held_request_counts_where_it_is_and_runs_when_it_is_released():
     scheduler, lanes = lanes_of(2)
-    scheduler.submit(asked_of("held", [3] * 9), held=True)
-    scheduler.submit(asked_of("plain", [4] * 5))
-    scheduler.submit(asked_of("more", [5]))
-    assert [names(lane) for lane in lanes] == [["held"], ["more", "plain"]]
-    assert [own.num_items for own in scheduler.next_step().lanes] == [0, 2]
-    scheduler.release("held", None)
-    assert [own.num_items for own in scheduler.next_step().lanes] == [1, 2]
+    for place in range(2):
+        scheduler.submit(asked_of(f"held {place}", [3 + place] * 9), held=True)
+    scheduler.submit(asked_of("plain", [5] * 5))
+    assert [names(lane) for lane in lanes] == [["held 0", "plain"], ["held 1"]]
+    assert [own.num_items for own in scheduler.next_step().lanes] == [1, 0]
+    scheduler.release("held 1", None)
+    assert [own.num_items for own in scheduler.next_step().lanes] == [1, 1]
+    scheduler.release("held 0", None)
+    assert [own.num_items for own in scheduler.next_step().lanes] == [2, 1]
 
 
 def test_a_lane_without_work_runs_padded_like_the_others():

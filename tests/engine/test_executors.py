@@ -211,6 +211,14 @@ def test_time_in_which_ranks_are_placed_or_the_engine_is_paused_counts_for_none(
         watch.end(grace_s=0.0)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "device", "overlap"), [({"tp": 2}, "cuda", True), ({"tp": 1, "pp": 2}, "cuda", False), ({}, "cpu", False)]
+)
+def test_steps_of_stages_are_not_launched_before_tokens_are_known(mesh: dict[str, int], device: str, overlap: bool) -> None:
+    """As on a CPU: other steps are on their way meanwhile, and to ask for both is refused."""
+    assert _of_one_rank(options(**mesh), cast("Any", SimpleNamespace(address="")), device).overlap is overlap
+
+
 def test_ranks_change_to_no_kernels_that_others_may_not_have_yet() -> None:
     assert _of_one_rank(options(), cast("Any", SimpleNamespace(address="")), "cuda").wait_for_kernels
 

@@ -177,7 +177,8 @@ def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
     """Of a request alone, and of some together, for some of which it may guess nothing."""
     recurrent = {"linear_attention_backend": "linear"} if family in RECURRENT else {}
     asked = options(model=folder_of(tmp_path, family), **{"max_batch_requests": 12, **changes}, **recurrent)
-    ways = [{}, {}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
+    reported = {"logprobs": 2, "prompt_logprobs": 1}
+    ways = [{}, {}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, reported, {"repetition_penalty": 1.3}]
     requests = [request(f"{at}", [at, *PROMPTS[at % 4][:20]], max_tokens=24, **way) for at, way in enumerate(ways)]
     expected = serve(Engine.build(asked, registry), requests)
     if kind != "lookup":
@@ -260,7 +261,7 @@ def test_a_draft_model_changes_no_token(
         asked = small_model(attention_backend="torch", drafter=drafter, **sizes)
     if drafter == "standalone":
         asked = dataclasses.replace(asked, draft_model=asked.model)  # by itself, so that it is always right
-    ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
+    ways = [{}, {"logprobs": 1, "prompt_logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
     requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]
     expected = serve(Engine.build(dataclasses.replace(asked, drafter="off", draft_model=None), registry), requests)
     with on_cuda(dataclasses.replace(asked, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from engine.random_use import RandomUse
@@ -20,10 +21,12 @@ from enginery import LLM
 from enginery.config.schema import EngineOptions
 from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec
 from enginery.contracts.grammars import Grammar, GrammarKind
-from enginery.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import RequestError, Unsupported
+from enginery.llm.answers import GrowingCompletion, Usage
 from enginery.plugin.registry import Registry
+from enginery.text.detokenize import TextDelta
 
 TOKENS = 40 if EVERYTHING else 28
 VOCABULARY = 256
@@ -65,7 +68,7 @@ def with_drafter(registry: Registry, build: Callable[[DraftContext], object]) ->
 
 @dataclasses.dataclass
 class Told:
-    """What a request was told, its log-probabilities by token."""
+    """What a request was told. logprobs: of its prompt's tokens and its own, each with the likeliest ones beside it."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -82,7 +85,8 @@ def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[st
             assert output.error is None
             one = told[output.request_id]
             one.tokens += output.token_ids
-            one.logprobs += [found.logprob for found in output.logprobs or ()]
+            reported = filter(None, (*(output.prompt_logprobs or ()), *(output.logprobs or ())))
+            one.logprobs += [value for found in reported for value in (found.logprob, *(each for _, each in found.top))]
             one.reason = output.finish_reason
         check_scheduler(engine._scheduler)
     engine._scheduler.check_idle()
@@ -287,6 +291,15 @@ def test_stop_strings_cut_amid_guesses() -> None:
     plain, drafted = answers[: len(answers) // 2], answers[len(answers) // 2 :]
     assert plain == drafted
     assert len(plain) == (12 if EVERYTHING else 6)
+
+
+def test_guesses_behind_a_stop_string_are_not_in_the_usage() -> None:
+    """A step tells four tokens, of which three were guessed, and the text ends behind the second."""
+    text = SimpleNamespace(feed=lambda token_ids, **_: TextDelta(text="ab", num_tokens=2, stopped_by="b"))
+    growing = GrowingCompletion(request_id="r", name="r", index=0, num_prompt_tokens=3, text=text)  # type: ignore[arg-type]
+    growing.add(RequestOutput(request_id="r", token_ids=(5, 6, 7, 8), num_drafted=3, num_accepted=3))
+    counts = {"num_prompt_tokens": 3, "num_output_tokens": 2, "num_cached_tokens": 0}
+    assert growing.usage == Usage(**counts, num_drafted_tokens=2, num_accepted_tokens=2)
 
 
 def test_a_python_caller_may_do_without_guesses() -> None:

@@ -2,9 +2,9 @@
 
 Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up (for its grammar, if it has one), HELD repeats
 the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug, DRAFTED has three guesses
-verified for each token, of which one is told, BY_SEVENS has up to seven tokens a step. Without the file that FAKE_NEEDS names it
-does not start, and without that of FAKE_SLOW_WITHOUT slowly. While there is a file that FAKE_PREPARES names, before the number of
-the replica, it is being prepared.
+verified for each token, of which one is told, BY_SEVENS has up to seven tokens a step, and RIGHT guessed all of them but the last.
+Without the file that FAKE_NEEDS names it does not start, and without that of FAKE_SLOW_WITHOUT slowly. While there is a file that
+FAKE_PREPARES names, before the number of the replica, it is being prepared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enginery.errors import CheckpointError, PluginError, QueueFull, RequestErro
 from enginery.plugin.registry import Registry
 
 COMMAND = (sys.executable, __file__)
-PLUGIN, BREAK, FAIL, HELD, DRAFTED, BY_SEVENS = 600, 666, 667, 668, 669, 670
+PLUGIN, BREAK, FAIL, HELD, DRAFTED, BY_SEVENS, RIGHT = 600, 666, 667, 668, 669, 670, 671
 VOCAB_SIZE = 600
 EOS = 1
 
@@ -140,9 +140,11 @@ class FakeEngine:
     def _step(self, request: GenerationRequest, count: int) -> RequestOutput:
         """A token, or up to seven."""
         parts = [self._next(request, count)]
-        while request.params.seed == BY_SEVENS and len(parts) < 7 and not (parts[-1].finish_reason or parts[-1].error):
+        while request.params.seed in (BY_SEVENS, RIGHT) and len(parts) < 7 and not (parts[-1].finish_reason or parts[-1].error):
             parts.append(self._next(request, count + len(parts)))
         told = {"token_ids": sum((part.token_ids for part in parts), ()), "prompt_logprobs": parts[0].prompt_logprobs}
+        if request.params.seed == RIGHT:
+            told["num_drafted"] = told["num_accepted"] = len(parts) - 1
         if request.params.logprobs is not None:
             told["logprobs"] = sum((part.logprobs or () for part in parts), ())
         return msgspec.structs.replace(parts[-1], **told) if len(parts) > 1 else parts[0]

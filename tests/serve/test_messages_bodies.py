@@ -89,3 +89,8 @@ def test_a_deferred_tool_is_known_when_a_result_or_a_call_names_it():
 )
 def test_thinking_and_effort_are_the_effort_of_reasoning(fields, effort):
     assert decode_request(json.dumps(user("x") | fields).encode(), MessagesRequest).as_chat().effort == effort
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_guesses_are_asked_for_or_not(asked):
+    assert decode_request(json.dumps(user("x") | {"speculation": asked}).encode(), MessagesRequest).as_chat().speculation is asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import DRAFTED
+from fake_engine import DRAFTED, RIGHT
 
 TEXT = "abcd"
 BODIES = {
@@ -34,6 +34,24 @@ def test_usage_says_which_guesses_were_right_and_false_makes_none(with_server, p
             assert details(usages[-1]) == expected
             so_far = [details(usage)["rejected_prediction_tokens"] for usage in usages]
             assert so_far == sorted(so_far)
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_guesses_behind_a_stop_string_are_not_in_the_usage(with_server, path):
+    """A step tells seven tokens, of which six were guessed, and the text ends behind the first ones."""
+
+    async def scenario(live):
+        body = BODIES[path] | {"seed": RIGHT, "max_tokens": 20, "ignore_eos": True}
+        text = (await live.post(path, **body | {"max_tokens": 3})).json()["choices"][0]
+        body["stop"] = (text["text"] if "text" in text else text["message"]["content"])[-1:]
+        usages = [(await live.post(path, **body)).json()["usage"]]
+        usages += [event["usage"] for event in await live.events(path, **body, stream_options={"include_usage": True})][-1:]
+        for usage in usages:
+            assert 0 < usage["completion_tokens"] <= 3
+            right = {"accepted_prediction_tokens": usage["completion_tokens"], "rejected_prediction_tokens": 0}
+            assert details(usage) == {"reasoning_tokens": 0} | right
 
     with_server(scenario)
 

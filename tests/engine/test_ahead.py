@@ -17,7 +17,7 @@ from parity.engine_driver import options
 from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.request import GenerationRequest
+from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.step import Item, StepInput, StepOutput
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -79,6 +79,23 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     assert_told(answers_of(engine, requests), plainly)
     assert len(settled) > 0.6 * engine.meter.num_steps
     assert engine.meter.stats().drafts.accepted > 0
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_who_asks_for_no_guesses_has_none_ahead_either(settled: list[StepInput], registry: Registry, *, how: str) -> None:
+    first, second = (asking(f"{at}", prompt_of(SAID[at]), max_tokens=20, speculation=at > 1) for at in (1, 2))
+    expected = answers_of(Engine.build(small_model(), registry), [first, second])
+    engine, told = built(small_model(**ASKED), registry, how), dict[str, list[RequestOutput]]()
+    for each in (first, second):
+        engine.submit(each)
+    while engine.has_work:
+        for output in engine.step():
+            told.setdefault(output.request_id, []).append(output)
+    assert len(settled) > 4
+    assert {about: [token for each in found for token in each.token_ids] for about, found in told.items()} == {
+        about: one.tokens for about, one in expected.items()
+    }
+    assert {about: sum(each.num_drafted for each in found) > 0 for about, found in told.items()} == {"1": False, "2": True}
 
 
 @pytest.mark.parametrize("found_starts", [0, MOST_ROWS])

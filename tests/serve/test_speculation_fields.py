@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_engine import DRAFTED, RIGHT
 
+from enginery.contracts.request import FinishReason, RequestOutput
+from enginery.serve.engine.outputs import _joined
+
 TEXT = "abcd"
 BODIES = {
     "/v1/completions": {"prompt": TEXT, "max_tokens": 3},
@@ -67,3 +70,11 @@ def test_what_is_neither_true_nor_false_is_refused(with_server, path):
         assert (await live.post(path, **body, speculation=False)).status_code == 200
 
     with_server(scenario)
+
+
+def test_what_waits_for_a_slow_reader_keeps_its_guesses():
+    first = RequestOutput(request_id="r", token_ids=(5, 6), num_drafted=3, num_accepted=1)
+    then = RequestOutput(request_id="r", token_ids=(7,), num_drafted=2, finish_reason=FinishReason.LENGTH)
+    joined = _joined(first, then)
+    assert (joined.token_ids, joined.finish_reason) == ((5, 6, 7), FinishReason.LENGTH)
+    assert joined.guesses(3) == (5, 1)

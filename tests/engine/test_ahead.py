@@ -81,6 +81,19 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     assert engine.meter.stats().drafts.accepted > 0
 
 
+def test_where_windows_have_pages_of_their_own_each_step_is_told_first(
+    settled: list[StepInput], write_oracle: Callable[..., Oracle], registry: Registry
+) -> None:
+    """Which of those are needed follows from where a request goes on."""
+    oracle = write_oracle("self gemma2", SELVES["gemma2"])
+    requests = requests_of([oracle.prompts[index][:30] for index in (0, 5, 2)])
+    engine = overlapping(Engine.build(by_itself(oracle, page_size=4, draft_length="3"), registry))
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(options(oracle), registry), requests))
+    assert engine._scheduler._kv.finite.allocators
+    assert engine.meter.stats().drafts.accepted > 0
+    assert not settled
+
+
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_who_asks_for_no_guesses_has_none_ahead_either(settled: list[StepInput], registry: Registry, *, how: str) -> None:
     first, second = (asking(f"{at}", prompt_of(SAID[at]), max_tokens=20, speculation=at > 1) for at in (1, 2))

@@ -225,3 +225,19 @@ def test_where_an_answer_ends_no_page_the_turn_before_stays_as_it_was(kinds):
     told, _ = turns.ask(PROMPT, 8)
     turns.ask([*told, 40, 41, 42, 43], 1)
     assert turns.found == [(8, "first"), (16, "last"), (20, "last")]
+
+
+@pytest.mark.parametrize("kind", ["window", "state"])
+def test_a_page_that_nobody_gave_back_is_noticed_when_nothing_runs(kind):
+    """Taken and forgotten, or used besides by one who is gone."""
+    turns = Turns((kind,))
+    turns.ask(PROMPT, 8)
+    turns.scheduler.check_idle()
+    allocator, (page, *_) = turns.points.allocators[kind], next(iter(turns.points)).pages[kind]
+    allocator.hold([page])
+    with pytest.raises(AssertionError, match=f"nothing runs, but 1 cached {kind} pages are in use"):
+        turns.scheduler.check_idle()
+    allocator.give_back([page])
+    allocator.take(1)
+    with pytest.raises(AssertionError, match=f"nothing runs, but .* free .* cached {kind} pages are not all"):
+        turns.scheduler.check_idle()

@@ -6,8 +6,10 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from engine.test_graphs import AgainAndAgain
+from engine.test_kinds_at_random import CONFIGS as KINDS
 from pairwise import crossed, in_turn
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
@@ -101,6 +103,22 @@ def test_steps_in_pieces_give_transformers_tokens(
     in_pieces = engine.meter.stats().num_graph_steps
     assert in_pieces >= 2
     assert capture.num_replayed == in_pieces * (NUM_LAYERS + 1)
+
+
+@pytest.mark.parametrize(("family", "calls"), [("qwen3_next", 4), ("falcon_h1", 8), ("gemma2", 4)])
+def test_states_and_windows_move_on_between_pieces(
+    write_oracle: Callable[..., Oracle], registry: Registry, family: str, calls: int
+) -> None:
+    """A prompt in two chunks, again from the cache, and others beside decoding; Falcon's layers have two calls each."""
+    oracle = write_oracle(f"random {family}", KINDS[family])
+    engine, capture = with_pieces(oracle, registry, max_batch_tokens=24, page_size=4, dtype="float32")
+    prompts = [oracle.prompts[place] for place in (1, 3, 1)]
+    for some in (prompts[:1], prompts):
+        told = generate(engine, some, max_tokens=4)
+        assert told == [oracle.continue_greedily(prompt, 4, guess=each) for prompt, each in zip(some, told, strict=True)]
+    in_pieces = engine.meter.stats().num_graph_steps
+    assert in_pieces == 3
+    assert capture.num_replayed == in_pieces * (calls + 1)
 
 
 def test_the_largest_size_is_captured_at_the_start_others_when_needed_and_the_rest_in_idle_moments(

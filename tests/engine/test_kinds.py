@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from engine.rank_threads import on_threads
+from engine.test_kinds_at_random import CONFIGS as OF_KINDS
 from pairwise import crossed, in_turn
 from parity.engine_driver import assert_greedy, generate, greedy, options
 from parity.oracle import Oracle, shape
 from transformers import Gemma2Config, MistralConfig
 
-from enginery.contracts.batch import WINDOW
+from enginery.contracts.batch import FULL, STATE, WINDOW
 from enginery.engine import build
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -101,3 +103,21 @@ def test_a_long_request_holds_no_more_than_its_window(oracle: Oracle, registry: 
         pages = engine.meter.stats().pages[WINDOW]
         most = max(most, pages.total - pages.free)
     assert 0 < most <= 4 + 2 + 2  # in reach, around the chunk, the chunk
+
+
+@pytest.mark.parametrize(("name", "kind"), [("kimi_linear", STATE), ("gemma2", WINDOW)])
+def test_stages_that_lack_a_kind_of_memory_leave_the_others_as_many_pages(
+    write_oracle: Callable[..., Oracle], registry: Registry, name: str, kind: str
+) -> None:
+    """Four stages of a layer each, in memory of one kind; then the same prompts from the cache."""
+    oracle, totals = write_oracle(f"random {name}", OF_KINDS[name]), []
+    for stages in (1, 4):
+        with on_threads(options(oracle, num_pages=60, pp=stages), registry) as (engine, _):
+            prompts = oracle.prompts[4:6]
+            for _ in range(2):
+                told = generate(engine, prompts, max_tokens=6)
+                assert told == [oracle.continue_greedily(prompt, 6, each) for prompt, each in zip(prompts, told, strict=True)]
+            totals.append({kind: pages.total for kind, pages in engine.meter.stats().pages.items()})
+            engine._scheduler.check_idle()
+    assert totals[0] == totals[1]
+    assert set(totals[0]) == {FULL, kind}

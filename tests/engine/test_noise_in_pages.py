@@ -11,11 +11,14 @@ import torch
 from engine.test_kinds_at_random import CONFIGS, alone, assert_whatever_happens, small_memory
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import EVERYTHING
-from parity.engine_driver import options
+from parity.engine_driver import RecordingModel, generate, options
 from parity.oracle import Oracle
 
-from enginery.contracts.batch import FULL, STATE, MemoryKind
+from enginery.contracts.batch import FULL, STATE, ForwardBatch, MemoryKind
+from enginery.contracts.model import Model
+from enginery.contracts.parallel import StageTensors
 from enginery.contracts.request import RequestOutput
+from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.kv.pool import PagedKVPool
 from enginery.kv.states import RecurrentStatePool
@@ -82,3 +85,37 @@ def test_noise_in_pages_that_nobody_has_changes_nothing(
     assert_whatever_happens(engine, chance, expected, turns=110)
     assert all(noise.values())
     assert {kind for kind, tensors in stored if tensors} >= set(kv.finite.allocators)
+
+
+class Noting(RecordingModel):
+    """Keeps the batches too."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.batches: list[ForwardBatch] = []
+
+    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
+        self.batches.append(batch)
+        return super().forward(batch, arrived)
+
+
+def test_who_begins_reads_the_page_of_zeros_which_nobody_writes_to(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backends here begin from zeros without it; a plugin's may rely on what `StateView` says."""
+    oracle, pools = write_oracle("random qwen3_next", CONFIGS["qwen3_next"]), noted_pools(monkeypatch)
+    asked = options(oracle, page_size=4, max_batch_tokens=24)
+    parts = build_parts(asked, registry)
+    noting = Noting(parts.step.model)
+    engine = Engine(dataclasses.replace(parts, step=parts.step._replace(model=noting)), registry, asked)
+    for _ in range(2):
+        generate(engine, oracle.prompts, max_tokens=3)
+    zero_page, seen = parts.step.pool.geometry.zero_page, set[tuple[bool, bool]]()
+    for batch in noting.batches:
+        begins = batch.q_lens_cpu == batch.kv_lens_cpu
+        seen |= {*zip(begins.tolist(), (batch.states.reads_cpu == zero_page).tolist(), strict=True)}
+        assert zero_page not in batch.states.writes_cpu
+    assert seen == {(True, True), (False, False)}
+    states = [tensor for kind, tensors in stored_by_kind(pools) if kind == STATE for tensor in tensors]
+    assert states
+    assert not any(tensor[zero_page].any() for tensor in states)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import compile_only
@@ -12,7 +14,7 @@ import torch
 from few_checks import few
 from pairwise import EVERYTHING
 
-from enginery.api import Phase
+from enginery.api import STATE, Phase, PlanKey
 from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
 from enginery.testing.subject import Subject
@@ -78,6 +80,44 @@ def test_short_prompts_run_token_by_token_and_many_must_be_shorter(monkeypatch: 
         compare(bench.run(turns, Phase.PREFILL), expected, dtype=case.dtype, leeway=case.leeway, what=f"{lengths}")
         assert bool(ran) is chunked, lengths
         bench.forget()
+
+
+@pytest.mark.skipif(not CAN_INTERPRET, reason="plans are made on a device that is none")
+@pytest.mark.usefixtures("interpreter")
+def test_a_plan_is_uploaded_from_pinned_memory_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decoding rows, of prompts with and without checkpoints, and of a captured plan for other requests."""
+    subject = TestFlaStandIn.subject()
+    case = next(case for case in subject.usual if case.facts.recurrent is not None and case.facts.recurrent.rule == "delta")
+    bench, pinned, uploads = Workbench(subject, case), set[int](), list[bool]()
+    rows, chunks = (sys.modules[f"enginery_attn_{name}"] for name in ("delta.plan", "fla.chunks"))
+
+    def making(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*given: object, pin_memory: bool = False, **how: object) -> torch.Tensor:
+            values = made(*given, **how)
+            pinned.update([values.untyped_storage().data_ptr()] * pin_memory)
+            return values
+
+        return noted
+
+    def to(values: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        uploads.append(non_blocking and values.untyped_storage().data_ptr() in pinned)
+        return values.clone()
+
+    batch = bench.batch(bench.turns([(5, 1), (0, 40), (3, 30)]), Phase.MIXED)
+    marks = {"checkpoints_cpu": batch.states.writes_cpu, "checkpoint_rows_cpu": torch.tensor([0, 16, 0], dtype=torch.int32)}
+    kept = dataclasses.replace(batch, views={**batch.views, STATE: dataclasses.replace(batch.states, **marks)})
+    monkeypatch.setattr("enginery_attn_delta.plan.can_chain", lambda device: False)
+    monkeypatch.setattr(torch, "empty", making(torch.empty))
+    monkeypatch.setattr(torch, "zeros", making(torch.zeros))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    cuda = torch.device("cuda")
+    for each in (batch, kept):
+        rows.plan_rows(each, PlanKey.of(each, "fla#0"), cuda)
+        for group in rows.prompts_of(each):
+            if len(group.lengths):
+                chunks.plan_chunks(group, cuda)
+    assert len(uploads) == 2 + 1 + 2
+    assert all(uploads)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.engine_driver import assert_greedy, generate, last_logits, options, rounding_error
+from parity.engine_driver import CUT_UP, assert_cut_up, assert_greedy, generate, last_logits, options, rounding_error
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, GemmaConfig
@@ -65,6 +65,22 @@ def test_so_do_several_ranks_and_stages(oracle: Oracle, tensor_size: int) -> Non
 def test_the_engine_gives_its_greedy_tokens(oracle: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(oracle, max_batch_tokens=16), registry)
     assert_greedy(oracle, generate(engine, oracle.prompts[3:5]), oracle.prompts[3:5])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("changes", CUT_UP, ids=str)
+def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
+    write_oracle: Callable[..., Oracle], registry: Registry, name: str, changes: dict[str, object]
+) -> None:
+    assert_cut_up(write_oracle(name, GEMMAS[name]), registry, changes)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_cached_prompt_gives_the_same_tokens(write_oracle: Callable[..., Oracle], registry: Registry, name: str) -> None:
+    oracle = write_oracle(name, GEMMAS[name])
+    engine, prompts = Engine.build(options(oracle, page_size=16), registry), oracle.prompts[4:6]
+    for _ in range(3):
+        assert_greedy(oracle, generate(engine, prompts), prompts)
 
 
 LAYOUTS = {

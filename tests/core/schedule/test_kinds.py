@@ -120,6 +120,7 @@ class RandomKinds:
     def launch(self):
         step = self.scheduler.next_step()
         SEEN["preempted"] += len(step.preempted)
+        assert not {*step.preempted} & {item.request.request_id for item in step.items}, "who is preempted is in the step"
         SEEN["preempted with all other steps in flight"] += len(step.preempted) * (len(self.launched) == self.depth - 1)
         assert self.settings.stages == 1 or not any(item.input_pending for item in step.items), "a stage reads what is not known"
         for item in step.items:
@@ -246,3 +247,21 @@ def test_the_pages_for_what_is_left_of_a_prompt_are_nobody_elses(monkeypatch):
     """A state is kept where the first prompt's second page ends, so that one step computes no more of it."""
     monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
     assert steps_of_two_prompts(settings_of(num_pages=3), state_pages=6) == [[("a", 8)], [("a", 2)], [("b", 4)]]
+
+
+def test_who_goes_for_want_of_windows_is_not_in_the_step_already(monkeypatch):
+    """The later request begins with pages of a prompt before, so that it stands in front where all find room."""
+    monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
+    limits = settings_of(max_batch_tokens=8)
+    scheduler = scheduler_of_kinds(limits, window=3, window_pages=4)
+    device, preempted = KindsDevice(scheduler, limits, window=3), 0
+    for asks in ([("before", [3] * 6, 1)], [("first", [5] * 6, 20), ("later", [3] * 5, 20)]):
+        for name, prompt, count in asks:
+            scheduler.submit(asked_of(name, prompt, max_tokens=count, ignore_eos=True))
+        while scheduler.has_work:
+            step = scheduler.next_step()
+            preempted += len(step.preempted)
+            assert not {*step.preempted} & {item.request.request_id for item in step.items}
+            scheduler.complete(step, device.launch(step, lambda: 0))
+            check_scheduler(scheduler)
+    assert preempted > 0

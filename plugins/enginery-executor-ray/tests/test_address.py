@@ -19,7 +19,7 @@ Serve = Callable[[bytes], str]
 def serve() -> Iterator[Serve]:
     """Listens, answers everybody with these bytes, and says where."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        kept = []
+        kept, threads = list[socket.socket](), list[threading.Thread]()
 
         def start(answer: bytes) -> str:
             def run() -> None:
@@ -31,11 +31,14 @@ def serve() -> Iterator[Serve]:
                     kept.append(connection)
                     connection.sendall(answer)
 
-            threading.Thread(target=run, daemon=True).start()
+            threads.append(threading.Thread(target=run, daemon=True))
+            threads[-1].start()
             return f"127.0.0.1:{listening.getsockname()[1]}"
 
         yield start
         listening.shutdown(socket.SHUT_RDWR)
+        for thread in threads:  # one may have taken a connection that it has not kept yet
+            thread.join()
     for connection in kept:
         connection.close()
 

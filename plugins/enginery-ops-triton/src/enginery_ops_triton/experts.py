@@ -5,14 +5,14 @@ T tokens, K experts of each, E experts, C columns, I an expert's inner size.
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery.api import SILU, Activation, ExpertBiases, ExpertsFn, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
-from enginery_ops_triton.expert_blocks import PARTS, ExpertSizes, PairBlocks, TileBlocks, blocks_for
+from enginery_ops_triton.expert_blocks import PARTS, ExpertSizes, PairBlocks, ProductBlock, TileBlocks, blocks_for
 from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
 from enginery_ops_triton.experts_float4 import Float4Experts
 from enginery_ops_triton.kernels import expert_tiles, experts_float8
@@ -191,58 +191,36 @@ class Experts:
         order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
         inner = torch.empty((num_pairs, self.inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((num_pairs, self.columns), dtype=x.dtype, device=x.device)
-        block = blocks.gate_up
+        described, block = blocks.described, blocks.gate_up
         expert_tiles.gate_up_of_tiles[(len(tiles) * -(-self.inner // block.n),)](
             x,
-            _described(self.gate_up.flatten(0, 1), block.n, block.k) if blocks.described else self.gate_up,
+            _described(self.gate_up.flatten(0, 1), block.n, block.k) if described else self.gate_up,
             self.gate_up_scale,
             self.gate_up_bias,
             order,
             tiles,
             inner,
             x.stride(0),
-            INNER=self.inner,
-            COLUMNS=self.columns,
             TOP_K=top_k,
-            BLOCK_M=blocks.m,
-            FEW=blocks.few,
-            BLOCK_N=block.n,
             BLOCK_K=block.k,
-            GROUP=block.group,
-            STAGES=block.stages,
             SCALED=self.scaled,
-            BIASED=self.biased,
-            KIND=self.kind,
-            ALPHA=self.alpha,
-            LIMIT=self.limit,
-            DESCRIBED=blocks.described,
-            CHAINED=self.dependent_launch,
-            num_warps=block.num_warps,
-            launch_pdl=self.dependent_launch,
+            DESCRIBED=described,
+            **self._gate(),
+            **self._launch(blocks, block),
         )
         block = blocks.down
         expert_tiles.down_of_tiles[(len(tiles) * -(-self.columns // block.n),)](
-            *(_described(inner, m, block.k) if blocks.described else inner for m in (blocks.m, blocks.few or blocks.m)),
-            _described(self.down.flatten(0, 1), block.n, block.k) if blocks.described else self.down,
+            *(_described(inner, m, block.k) if described else inner for m in (blocks.m, blocks.few or blocks.m)),
+            _described(self.down.flatten(0, 1), block.n, block.k) if described else self.down,
             self.down_scale,
             self.down_bias,
             order,
             tiles,
             parts,
-            INNER=self.inner,
-            COLUMNS=self.columns,
-            BLOCK_M=blocks.m,
-            FEW=blocks.few,
-            BLOCK_N=block.n,
             BLOCK_K=block.k,
-            GROUP=block.group,
-            STAGES=block.stages,
             SCALED=self.scaled,
-            BIASED=self.biased,
-            DESCRIBED=blocks.described,
-            CHAINED=self.dependent_launch,
-            num_warps=block.num_warps,
-            launch_pdl=self.dependent_launch,
+            DESCRIBED=described,
+            **self._launch(blocks, block),
         )
         add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
         return out
@@ -257,7 +235,7 @@ class Experts:
         order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
         inner = torch.empty((ids.numel(), self.inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((ids.numel(), self.columns), dtype=x.dtype, device=x.device)
-        block = blocks.gate_up
+        block, num_parts = blocks.gate_up, PARTS[x.dtype]
         experts_float8.gate_up_of_parts[(len(tiles) * -(-self.inner // block.n),)](
             *self.split(x if x.stride(-1) == 1 else x.contiguous()),
             self.gate_up,
@@ -266,22 +244,10 @@ class Experts:
             order,
             tiles,
             inner,
-            INNER=self.inner,
-            COLUMNS=self.columns,
             TOP_K=top_k,
-            PARTS=PARTS[x.dtype],
-            BLOCK_M=blocks.m,
-            FEW=blocks.few,
-            BLOCK_N=block.n,
-            GROUP=block.group,
-            STAGES=block.stages,
-            BIASED=self.biased,
-            KIND=self.kind,
-            ALPHA=self.alpha,
-            LIMIT=self.limit,
-            CHAINED=self.dependent_launch,
-            num_warps=block.num_warps,
-            launch_pdl=self.dependent_launch,
+            PARTS=num_parts,
+            **self._gate(),
+            **self._launch(blocks, block),
         )
         block = blocks.down
         experts_float8.down_of_parts[(len(tiles) * -(-self.columns // block.n),)](
@@ -292,21 +258,30 @@ class Experts:
             order,
             tiles,
             parts,
-            INNER=self.inner,
-            COLUMNS=self.columns,
-            PARTS=PARTS[x.dtype],
-            BLOCK_M=blocks.m,
-            FEW=blocks.few,
-            BLOCK_N=block.n,
-            GROUP=block.group,
-            STAGES=block.stages,
-            BIASED=self.biased,
-            CHAINED=self.dependent_launch,
-            num_warps=block.num_warps,
-            launch_pdl=self.dependent_launch,
+            PARTS=num_parts,
+            **self._launch(blocks, block),
         )
         add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
         return out
+
+    def _gate(self) -> dict[str, Any]:
+        return {"KIND": self.kind, "ALPHA": self.alpha, "LIMIT": self.limit}
+
+    def _launch(self, blocks: TileBlocks, block: ProductBlock) -> dict[str, Any]:
+        """What all kernels of tiles are told."""
+        return {
+            "INNER": self.inner,
+            "COLUMNS": self.columns,
+            "BLOCK_M": blocks.m,
+            "FEW": blocks.few,
+            "BLOCK_N": block.n,
+            "GROUP": block.group,
+            "STAGES": block.stages,
+            "BIASED": self.biased,
+            "CHAINED": self.dependent_launch,
+            "num_warps": block.num_warps,
+            "launch_pdl": self.dependent_launch,
+        }
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [rows, columns] as parts [rows, P, columns] in float8, and their scales [rows, blocks of 128 columns]."""

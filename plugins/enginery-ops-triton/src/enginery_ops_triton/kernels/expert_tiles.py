@@ -60,6 +60,51 @@ def add_product(acc: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @kernel
+def store_inner(
+    gate: tl.tensor,
+    up: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    m: tl.tensor,
+    end: tl.tensor,
+    n: tl.tensor,
+    INNER: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """gate, up: [N, M] float32, outputs n of pairs m < end; out: [pairs, INNER]. Without a gate, up is not read."""
+    bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
+    gate = biased(gate, bias_at, inside, BIASED)
+    up = biased(up, bias_at + INNER, inside, BIASED)
+    result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+    tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+
+
+@kernel
+def store_outputs(
+    acc: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    known: tl.tensor,
+    m: tl.tensor,
+    end: tl.tensor,
+    n: tl.tensor,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
+    """acc: [N, M] float32, outputs n of pairs m < end; out: [pairs, COLUMNS], in their own order. known: m, or the last pair."""
+    acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
+    pair = tl.load(order + known).to(tl.int64)
+    result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+    tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+
+
+@kernel
 def gate_up_tile(
     x: tl.tensor,
     weight: tl.tensor,
@@ -118,11 +163,7 @@ def gate_up_tile(
             else:
                 up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
             up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
-    bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
-    gate = biased(gate, bias_at, inside, BIASED)
-    up = biased(up, bias_at + INNER, inside, BIASED)
-    result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-    tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+    store_inner(gate, up, bias, out, expert, m, end, n, INNER, BIASED, KIND, ALPHA, LIMIT)
 
 
 @kernel
@@ -236,10 +277,7 @@ def down_tile(
             x_part = loaded(x_at + start, left[:, None], INNER % BLOCK_K == 0)
             block = loaded(at + start, left[None, :], INNER % BLOCK_K == 0)
         acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
-    acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
-    pair = tl.load(order + known).to(tl.int64)
-    result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-    tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+    store_outputs(acc, bias, order, out, expert, known, m, end, n, COLUMNS, BIASED)
 
 
 @kernel

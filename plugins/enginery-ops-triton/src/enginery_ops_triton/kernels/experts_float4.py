@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.expert_tiles import add_product, tile_and_block, tile_at
-from enginery_ops_triton.kernels.gates import biased, gated
+from enginery_ops_triton.kernels.expert_tiles import add_product, store_inner, tile_and_block, tile_at
+from enginery_ops_triton.kernels.gates import biased
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
 
@@ -137,11 +137,7 @@ def store_gated(
     gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M))
     up = tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
     n = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
-    gate = biased(gate, bias_at, inside, BIASED)
-    up = biased(up, bias_at + INNER, inside, BIASED)
-    result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N / 2]
-    tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+    store_inner(gate, up, bias, out, expert, m, end, n, INNER, BIASED, KIND, ALPHA, LIMIT)
 
 
 @kernel

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.expert_tiles import loaded, tile_and_block, tile_at
+from enginery_ops_triton.kernels.expert_tiles import loaded, store_inner, store_outputs, tile_and_block, tile_at
 from enginery_ops_triton.kernels.experts import SCALE_BLOCK
-from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import add_product, round_to
+from enginery_ops_triton.kernels.precision import add_product
 
 LARGEST_POWER = tl.constexpr(7)  # of the largest number of a block: it is below 256, and a float8's is 448
 LEAST_EXPONENT = tl.constexpr(27)  # of a float32's bits, 2 ** -100, in place of a smaller largest number's
@@ -133,11 +132,7 @@ def gate_up_tile(
         x_scales = tl.load(x_scale_at + block)
         gate += scaled(gates, x_scales, gate_scale + block, aligned)
         up += scaled(ups, x_scales, up_scale + block, aligned)
-    bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
-    gate = biased(gate, bias_at, inside, BIASED)
-    up = biased(up, bias_at + INNER, inside, BIASED)
-    result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-    tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+    store_inner(gate, up, bias, out, expert, m, end, n, INNER, BIASED, KIND, ALPHA, LIMIT)
 
 
 @kernel
@@ -246,10 +241,7 @@ def down_tile(
         for part in tl.static_range(PARTS):
             sums = add_product(sums, weights, loaded(x_at + start + part * INNER, left[:, None], whole))
         acc += scaled(sums, tl.load(x_scale_at + block), scale_at + block, aligned)
-    acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
-    pair = tl.load(order + known).to(tl.int64)
-    result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-    tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+    store_outputs(acc, bias, order, out, expert, known, m, end, n, COLUMNS, BIASED)
 
 
 @kernel

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from drawn_in_float64 import drawn, kept_shares
+from pairwise import HAS_CUDA
 from triton_devices import DEVICES, chained
 
 from enginery.api import SamplingTensors
@@ -64,6 +65,7 @@ CUTS = [
 ]
 
 
+ROWS = 40 if HAS_CUDA else 12  # each takes the interpreter as long as the first
 SIZES = [(torch.float32, 50), (torch.bfloat16, 4200), (torch.float16, 9000)]
 MET = [(cut, *size) for cut in CUTS for size in SIZES]
 
@@ -72,12 +74,12 @@ MET = [(cut, *size) for cut in CUTS for size in SIZES]
 def test_tokens_are_those_of_the_noise(cut: dict[str, float], dtype: torch.dtype, vocab_size: int, device: str) -> None:
     torch.manual_seed(1)
     logits = (torch.randn(vocab_size) * 3).to(dtype)
-    uniform = torch.rand(40)
+    uniform = torch.rand(ROWS)
     wanted, apart = drawn(logits, uniform, **cut)
     clear = apart > 1e-4
-    assert clear.sum() > 35
+    assert clear.sum() > 0.85 * ROWS
     assert torch.equal(draw(logits, uniform, device, **cut)[clear], wanted[clear])
-    same = reference_ops.draw_rows(logits.expand(40, -1), draws(uniform, "cpu", **cut))
+    same = reference_ops.draw_rows(logits.expand(ROWS, -1), draws(uniform, "cpu", **cut))
     assert torch.equal(same[clear], wanted[clear])
 
 
@@ -93,10 +95,10 @@ def test_of_equal_logits_at_the_cut_the_first_are_kept(count: int, device: str) 
     long = torch.full((20_000,), -9.0)
     equal = [100, 8191, 8192, 9000, 9001, 19_999]
     long[equal] = 1
-    assert set(draw(long, uniform, device, top_k=count).tolist()) == set(equal[:count])
+    assert set(draw(long, uniform[: 8 * count], device, top_k=count).tolist()) == set(equal[:count])
     long[::128] = 1  # the first of each group: more groups than are looked at together
     first = set(sorted({*range(0, 20_000, 128), *equal})[: 40 * count])
-    assert set(draw(long, torch.rand(40), device, top_k=40 * count).tolist()) <= first
+    assert set(draw(long, torch.rand(ROWS), device, top_k=40 * count).tolist()) <= first
 
 
 def test_a_row_without_heat_is_greedy(device: str) -> None:

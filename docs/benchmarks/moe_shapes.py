@@ -82,9 +82,9 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
             continue
         for which, weights in (("gate_up", 2), ("down", 1)):
             registers = weights * n * m // (num_warps * 32)
-            shared = stages * k * (weights * n * weight_dtype.itemsize + m * DTYPE.itemsize)
+            shared = stages * k * (weights * n + m) * DTYPE.itemsize
             fits = (32 if many else 4) <= registers <= 128 and shared <= 227 << 10 and n >= 16 * num_warps
-            if fits and not (many and k == 128 and weight_dtype is DTYPE):
+            if fits and not (many and k == 128):
                 block = ProductBlock(n=n, k=k, num_warps=num_warps, stages=stages)
                 yield which, replace(chosen, m=m, described=described, **{which: block})
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import compile_only
 import torch
+from less_shared_memory import COLUMNS, INNER, TOP_K, stored
 
-from enginery.api import Routed, StoredWeight
+from enginery.api import Routed
 from enginery_ops_triton import experts
 from enginery_ops_triton.kernels import experts_float8
-from enginery_ops_triton.spec import FLOAT8_BLOCKS
-
-EXPERTS, COLUMNS, INNER, TOP_K = 2, 512, 256, 2
-
-
-def stored(rows: int, columns: int) -> StoredWeight:
-    values = torch.zeros(EXPERTS, rows, columns).to(torch.float8_e4m3fn)
-    return StoredWeight(scheme=FLOAT8_BLOCKS, values=values, scales=torch.ones(EXPERTS, rows // 128, columns // 128))
 
 
 def main() -> None:
     compile_only.install(reads_code=True)
     for dtype in (torch.bfloat16, torch.float16):
         bound = experts.Experts(stored(2 * INNER, COLUMNS), stored(COLUMNS, INNER), dependent_launch=True)
-        for num_tokens in (10, 30, 60):  # tiles of 16, 32 and 64 pairs
+        for num_tokens in (20, 60, 100):  # tiles of 16, 32 and 64 pairs
             ids = torch.zeros(num_tokens, TOP_K, dtype=torch.int32)
             bound(torch.zeros(num_tokens, COLUMNS, dtype=dtype), Routed(ids, torch.ones(num_tokens, TOP_K)))
     for kernel in (experts_float8.gate_up_of_parts, experts_float8.down_of_parts):

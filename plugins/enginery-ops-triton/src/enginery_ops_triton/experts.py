@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from enginery.api import SILU, Activation, ExpertBiases, ExpertsFn, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import PARTS, ExpertSizes, PairBlocks, ProductBlock, TileBlocks, blocks_for
-from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
+from enginery_ops_triton.expert_pairs import SortedPairs, add_up, sort_by_expert
 from enginery_ops_triton.experts_float4 import Float4Experts
 from enginery_ops_triton.kernels import expert_tiles, experts_float8
 from enginery_ops_triton.kernels import experts as kernels
@@ -119,9 +119,7 @@ class Experts:
 
     def of_blocks(self, x: torch.Tensor, routed: Routed, blocks: PairBlocks | TileBlocks) -> torch.Tensor:
         """The same in blocks of these sizes."""
-        if isinstance(blocks, PairBlocks):
-            return self.of_pairs(x, routed, blocks)
-        return self.of_parts(x, routed, blocks) if self.scaled and x.dtype in PARTS else self.of_tiles(x, routed, blocks)
+        return self.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else self.of_tiles(x, routed, blocks)
 
     def of_pairs(self, x: torch.Tensor, routed: Routed, blocks: PairBlocks) -> torch.Tensor:
         """Each pair of a token and an expert reads the expert's weights."""
@@ -182,23 +180,29 @@ class Experts:
     def of_tiles(self, x: torch.Tensor, routed: Routed, blocks: TileBlocks) -> torch.Tensor:
         """Pairs are sorted by expert, and up to blocks.m of them share one reading of its weights."""
         num_tokens, top_k = routed.ids.shape
-        num_pairs = num_tokens * top_k
-        x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
         if num_tokens == 0:
             return out
+        x = x if x.stride(-1) == 1 else x.contiguous()
         ids = routed.ids.contiguous()
-        order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
-        inner = torch.empty((num_pairs, self.inner), dtype=x.dtype, device=x.device)
-        parts = torch.empty((num_pairs, self.columns), dtype=x.dtype, device=x.device)
+        pairs = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
+        inner = torch.empty((ids.numel(), self.inner), dtype=x.dtype, device=x.device)
+        outputs = torch.empty((ids.numel(), self.columns), dtype=x.dtype, device=x.device)
+        multiply = self._multiply_parts if self.scaled and x.dtype in PARTS else self._multiply
+        multiply(x, pairs, inner, outputs, blocks, top_k)
+        add_up(outputs, routed.weights, out, dependent_launch=self.dependent_launch)
+        return out
+
+    def _multiply(
+        self, x: torch.Tensor, pairs: SortedPairs, inner: torch.Tensor, outputs: torch.Tensor, blocks: TileBlocks, top_k: int
+    ) -> None:
         described, block = blocks.described, blocks.gate_up
-        expert_tiles.gate_up_of_tiles[(len(tiles) * -(-self.inner // block.n),)](
+        expert_tiles.gate_up_of_tiles[(len(pairs.tiles) * -(-self.inner // block.n),)](
             x,
             _described(self.gate_up.flatten(0, 1), block.n, block.k) if described else self.gate_up,
             self.gate_up_scale,
             self.gate_up_bias,
-            order,
-            tiles,
+            *pairs,
             inner,
             x.stride(0),
             TOP_K=top_k,
@@ -209,40 +213,30 @@ class Experts:
             **self._launch(blocks, block),
         )
         block = blocks.down
-        expert_tiles.down_of_tiles[(len(tiles) * -(-self.columns // block.n),)](
+        expert_tiles.down_of_tiles[(len(pairs.tiles) * -(-self.columns // block.n),)](
             *(_described(inner, m, block.k) if described else inner for m in (blocks.m, blocks.few or blocks.m)),
             _described(self.down.flatten(0, 1), block.n, block.k) if described else self.down,
             self.down_scale,
             self.down_bias,
-            order,
-            tiles,
-            parts,
+            *pairs,
+            outputs,
             BLOCK_K=block.k,
             SCALED=self.scaled,
             DESCRIBED=described,
             **self._launch(blocks, block),
         )
-        add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
-        return out
 
-    def of_parts(self, x: torch.Tensor, routed: Routed, blocks: TileBlocks) -> torch.Tensor:
+    def _multiply_parts(
+        self, x: torch.Tensor, pairs: SortedPairs, inner: torch.Tensor, outputs: torch.Tensor, blocks: TileBlocks, top_k: int
+    ) -> None:
         """The same with float8 weights and x in 16 bits."""
-        num_tokens, top_k = routed.ids.shape
-        out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
-        if num_tokens == 0:
-            return out
-        ids = routed.ids.contiguous()
-        order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
-        inner = torch.empty((ids.numel(), self.inner), dtype=x.dtype, device=x.device)
-        parts = torch.empty((ids.numel(), self.columns), dtype=x.dtype, device=x.device)
         block, num_parts = blocks.gate_up, PARTS[x.dtype]
-        experts_float8.gate_up_of_parts[(len(tiles) * -(-self.inner // block.n),)](
-            *self.split(x if x.stride(-1) == 1 else x.contiguous()),
+        experts_float8.gate_up_of_parts[(len(pairs.tiles) * -(-self.inner // block.n),)](
+            *self.split(x),
             self.gate_up,
             self.gate_up_scale,
             self.gate_up_bias,
-            order,
-            tiles,
+            *pairs,
             inner,
             TOP_K=top_k,
             PARTS=num_parts,
@@ -250,19 +244,16 @@ class Experts:
             **self._launch(blocks, block),
         )
         block = blocks.down
-        experts_float8.down_of_parts[(len(tiles) * -(-self.columns // block.n),)](
+        experts_float8.down_of_parts[(len(pairs.tiles) * -(-self.columns // block.n),)](
             *self.split(inner),
             self.down,
             self.down_scale,
             self.down_bias,
-            order,
-            tiles,
-            parts,
+            *pairs,
+            outputs,
             PARTS=num_parts,
             **self._launch(blocks, block),
         )
-        add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
-        return out
 
     def _gate(self) -> dict[str, Any]:
         return {"KIND": self.kind, "ALPHA": self.alpha, "LIMIT": self.limit}

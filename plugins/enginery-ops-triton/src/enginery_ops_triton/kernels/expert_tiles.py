@@ -42,10 +42,10 @@ def loaded(at: tl.tensor, left: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
 
 
 @kernel
-def widened(block: tl.tensor, scale_at: tl.tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
-    """scale_at: [rows], of the block's columns."""
+def widened(block: tl.tensor, scale_at: tl.tensor, SCALED: tl.constexpr) -> tl.tensor:
+    """SCALED: to float32, which x then has. scale_at: [rows], of the block's columns."""
     if SCALED:
-        return round_to(block.to(tl.float32) * tl.load(scale_at)[:, None], DTYPE)
+        return block.to(tl.float32) * tl.load(scale_at)[:, None]
     else:  # noqa: RET505 - the compiler takes only one of them, and only one may have this type
         return block
 
@@ -156,13 +156,13 @@ def gate_up_tile(
         else:
             gate_block = loaded(gate_at + start, left[None, :], COLUMNS % BLOCK_K == 0)
         of_columns = start // SCALE_BLOCK
-        gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
+        gate = add_product(gate, widened(gate_block, gate_scale + of_columns, SCALED), x_part)
         if parts == 2:
             if DESCRIBED:
                 up_block = weight.load([gate_row.to(tl.int32) + INNER, start])
             else:
                 up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
-            up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
+            up = add_product(up, widened(up_block, up_scale + of_columns, SCALED), x_part)
     store_inner(gate, up, bias, out, expert, m, end, n, INNER, BIASED, KIND, ALPHA, LIMIT)
 
 
@@ -276,7 +276,7 @@ def down_tile(
             left = start + k < INNER
             x_part = loaded(x_at + start, left[:, None], INNER % BLOCK_K == 0)
             block = loaded(at + start, left[None, :], INNER % BLOCK_K == 0)
-        acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
+        acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, SCALED), x_part)
     store_outputs(acc, bias, order, out, expert, known, m, end, n, COLUMNS, BIASED)
 
 

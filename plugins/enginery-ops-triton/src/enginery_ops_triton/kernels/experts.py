@@ -6,8 +6,8 @@ kernels of expert_tiles.py read an expert's weights once for a tile, and `weight
 which programs run.
 
 Weights are [E, 2 INNER, COLUMNS], or without a gate (KIND "squared") [E, INNER, COLUMNS], and [E, COLUMNS, INNER], contiguous.
-Float8 weights have a scale for each 128 x 128 (SCALED), and are widened to the type of x, which stays as it is. Biases, if there
-are any (BIASED), are [E, 2 INNER] and [E, COLUMNS].
+Float8 weights have a scale for each 128 x 128 (SCALED), and are widened to the type of x, which stays as it is; several pairs of
+an expert in 16 bits are experts_float8.py's. Biases, if there are any (BIASED), are [E, 2 INNER] and [E, COLUMNS].
 """
 
 from __future__ import annotations

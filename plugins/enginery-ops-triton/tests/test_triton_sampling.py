@@ -77,7 +77,7 @@ def test_tokens_are_those_of_the_noise(cut: dict[str, float], dtype: torch.dtype
     uniform = torch.rand(ROWS)
     wanted, apart = drawn(logits, uniform, **cut)
     clear = apart > 1e-4
-    assert clear.sum() > 0.85 * ROWS
+    assert clear.sum() > 0.875 * ROWS
     assert torch.equal(draw(logits, uniform, device, **cut)[clear], wanted[clear])
     same = reference_ops.draw_rows(logits.expand(ROWS, -1), draws(uniform, "cpu", **cut))
     assert torch.equal(same[clear], wanted[clear])

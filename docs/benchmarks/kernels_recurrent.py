@@ -1,12 +1,15 @@
 """Recurrent layers of decoding steps with enginery-attn-delta: `python docs/benchmarks/kernels_recurrent.py --output FILE`.
 
-One layer's recurrence and its convolution on random inputs, checked against float64 first. A time is that of one call among several
-in a CUDA graph, each with states of its own. The floor is the states, read once and written once, over the memory's bandwidth.
+One layer's recurrence and its convolution on random inputs, each alone, and both as the backend runs them in a step: by one kernel
+for a few requests, else by two of which the second starts early. They are checked against float64 first. A time is that of one call
+among several in a CUDA graph, each with states of its own. The floor is the states, read once and written once, over the memory's
+bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -21,7 +24,8 @@ import triton
 from kernels_moe import DEVICE, READ_TB_S, relative_error, time_us
 from moe_shapes import DTYPE
 
-from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur
+from enginery_attn_delta.backend import CONVOLVED_WITHIN
+from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, can_chain, convolve, recur
 
 REQUESTS = (1, 64, 256)
 WIDTH = 4
@@ -30,7 +34,7 @@ CHECKED = 4  # requests
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A recurrent layer of a model. decay: "head", "channel" or "constant"; delta, steps: as in Gating."""
+    """A recurrent layer of a model. decay: "head", "channel" or "constant"; delta, steps: as in Gating; convolves: as most do."""
 
     name: str
     num_keys: int
@@ -40,6 +44,7 @@ class Layer:
     decay: str
     delta: bool = True
     steps: bool = False
+    convolves: bool = True
 
     @property
     def heads(self) -> Heads:
@@ -77,7 +82,16 @@ class Layer:
 LAYERS = (
     Layer(name="Qwen3-Next", num_keys=16, num_values=32, key_dim=128, value_dim=128, decay="head"),
     Layer(name="Kimi-Linear-48B", num_keys=32, num_values=32, key_dim=128, value_dim=128, decay="channel"),
-    Layer(name="MiniMax-Text-01", num_keys=64, num_values=64, key_dim=128, value_dim=128, decay="constant", delta=False),
+    Layer(
+        name="MiniMax-Text-01",
+        num_keys=64,
+        num_values=64,
+        key_dim=128,
+        value_dim=128,
+        decay="constant",
+        delta=False,
+        convolves=False,
+    ),
     Layer(name="Nemotron-H-8B", num_keys=8, num_values=128, key_dim=128, value_dim=64, decay="head", delta=False, steps=True),
 )
 
@@ -95,26 +109,43 @@ class Step:
         self.inputs = torch.randn((requests, WIDTH - 1, layer.channels), dtype=DTYPE, device=DEVICE)
         self.out = torch.full((requests, *shape[:2]), torch.nan, dtype=DTYPE, device=DEVICE)
         self.convolved = torch.full_like(self.x, torch.nan)
-        pages = torch.randperm(requests, device=DEVICE).int()
-        tiles = torch.stack([torch.arange(requests), torch.zeros(requests)], 1).int().to(DEVICE)
-        begins = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
-        self.rows = Rows(
-            first_rows=begins[:-1], stop_rows=begins[1:], reads=pages, writes=pages, tiles=tiles, tile_rows=1, longest=1
+        self.handed_on = torch.full_like(self.x, torch.nan, dtype=torch.float32)
+        self.conv = Conv(
+            weight=self.weight,
+            bias=None,
+            states=self.inputs,
+            activates=True,
+            arrived=torch.zeros(requests * layer.num_keys, dtype=torch.int32, device=DEVICE),
         )
+        pages = torch.randperm(requests, device=DEVICE).int()
+        begins = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+        self.rows = Rows(first_rows=begins[:-1], stop_rows=begins[1:], reads=pages, writes=pages, tiles=None, longest=1)
 
-    def recur(self) -> None:
+    def recur(self, x: torch.Tensor | None = None, *, rows: Rows | None = None, conv: Conv | None = None) -> None:
+        """x: after the convolution, or before conv."""
         gates = None if self.layer.decay == "constant" else self.gates
-        settings: dict[str, Any] = dict(heads=self.layer.heads, gating=self.gating, scale=self.layer.key_dim**-0.5)
-        recur(self.x, gates, states=self.states, rows=self.rows, out=self.out, **settings)
+        settings: dict[str, Any] = dict(heads=self.layer.heads, gating=self.gating, scale=self.layer.key_dim**-0.5, conv=conv)
+        recur(self.x if x is None else x, gates, states=self.states, rows=rows or self.rows, out=self.out, **settings)
 
     def convolve(self) -> None:
         convolve(self.x, self.weight, None, states=self.inputs, rows=self.rows, out=self.convolved)
 
-    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and states of the first requests in float64."""
+    def advance(self) -> None:
+        """Both, as `DeltaAttention.advance_rows` has it."""
+        rows = dataclasses.replace(self.rows, chained=can_chain(self.x.device))
+        if not self.layer.convolves:
+            self.recur(rows=rows)
+        elif len(self.x) <= CONVOLVED_WITHIN:
+            self.recur(rows=rows, conv=self.conv)
+        else:
+            convolve(self.x, self.weight, None, states=self.inputs, rows=rows, out=self.handed_on)
+            self.recur(self.handed_on, rows=rows)
+
+    def exact(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: of the first requests, [CHECKED, channels] float64 -> outputs and states, in float64."""
         layer, gating, pages = self.layer, self.gating, self.rows.reads[:CHECKED].long()
         keys, groups = layer.num_keys * layer.key_dim, layer.num_values // layer.num_keys
-        x, gates = self.x[:CHECKED].double(), self.gates[:CHECKED].double()
+        gates = self.gates[:CHECKED].double()
         q, k = (x[:, at : at + keys].unflatten(1, (-1, layer.key_dim)).repeat_interleave(groups, 1) for at in (0, keys))
         v = x[:, 2 * keys :].unflatten(1, (-1, layer.value_dim))
         written, beta = v, gates[:, -layer.num_values :].sigmoid()[..., None]
@@ -136,21 +167,37 @@ class Step:
         state += written[..., None] * k[:, :, None, :]
         return (state @ q[..., None]).squeeze(-1) * layer.key_dim**-0.5, state
 
+    def exactly_convolved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first requests' convolutions in float64, [CHECKED, channels], and their inputs from there on."""
+        taps = torch.cat([self.inputs[self.rows.reads[:CHECKED].long()], self.x[:CHECKED, None]], 1)
+        return F.silu((taps.double() * self.weight.double().T).sum(1)), taps[:, 1:]
+
     def check(self) -> dict[str, float]:
-        """Relative errors of outputs, states and convolutions."""
-        expected, state = self.exact()
+        """Relative errors of outputs, states and convolutions, each alone; then of both as in a step."""
         pages = self.rows.reads[:CHECKED].long()
-        taps = torch.cat([self.inputs[pages], self.x[:CHECKED, None]], 1).double()
-        convolved = F.silu((taps * self.weight.double().T).sum(1))
+        x = self.x[:CHECKED].double()
+        convolved, inputs = self.exactly_convolved()
+        expected, state = self.exact(x)
         self.recur()
         self.convolve()
         assert not self.out.isnan().any()
         assert not self.convolved.isnan().any()
+        assert torch.equal(self.inputs[pages], inputs)
         found = {
             "error": relative_error(self.out[:CHECKED], expected),
             "error_of_state": relative_error(self.states[pages], state),
             "error_of_convolution": relative_error(self.convolved[:CHECKED], convolved),
         }
+        convolved, inputs = self.exactly_convolved()
+        expected, state = self.exact(convolved if self.layer.convolves else x)
+        self.out.fill_(torch.nan)
+        self.advance()
+        assert not self.out.isnan().any()
+        assert not self.layer.convolves or torch.equal(self.inputs[pages], inputs)
+        found["error_of_layer"] = relative_error(self.out[:CHECKED], expected)
+        found["error_of_layer_state"] = relative_error(self.states[pages], state)
+        assert found["error_of_layer"] < 1e-2, found
+        assert found["error_of_layer_state"] < 1e-5, found
         assert found["error"] < 1e-2, found
         assert found["error_of_state"] < 1e-5, found
         assert found["error_of_convolution"] < 1e-2, found
@@ -160,16 +207,17 @@ class Step:
 def compare() -> Iterator[dict[str, Any]]:
     for layer in LAYERS:
         for requests in REQUESTS:
-            steps = [Step(layer, requests) for _ in range(4 if requests > 1 else 24)]
+            steps = [Step(layer, requests) for _ in range(12 if requests > 1 else 24)]
             num_bytes = 2 * steps[0].states.nbytes
             found = {"model": layer.name, "requests": requests, "state_bytes": num_bytes, **steps[0].check()}
             found["floor_us"] = round(num_bytes / READ_TB_S / 1e6, 2)
             found["recurrence_us"] = round(time_us([partial(step.recur) for step in steps], replays=21), 2)
             found["convolution_us"] = round(time_us([partial(step.convolve) for step in steps], replays=21), 2)
+            found["layer_us"] = round(time_us([partial(step.advance) for step in steps], replays=21), 2)
             yield found
 
 
-LINE = "{model:16} {requests:4} requests: {recurrence_us:8.2f} us, floor {floor_us:8.2f}, convolution {convolution_us:7.2f}"
+LINE = "{model:16} {requests:4} requests: {layer_us:8.2f} us, floor {floor_us:8.2f}; {recurrence_us:8.2f} and {convolution_us:7.2f}"
 
 
 def main() -> None:

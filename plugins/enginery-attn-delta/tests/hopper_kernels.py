@@ -10,7 +10,7 @@ import compile_only
 import torch
 
 from enginery_attn_delta.kernels import recurrence
-from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, linear_chunks, recur, scan
+from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, convolve, linear_chunks, recur, scan
 
 HEADS = Heads(num_keys=1, num_values=2, key_dim=128, value_dim=128, q_at=0, k_at=128, v_at=256)
 RULES = (
@@ -34,21 +34,17 @@ def main() -> None:
     compile_only.install()
     x, (page, odd) = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)  # odd: 4 bytes behind
     weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
-    for tile_rows in (1, CHUNK_ROWS):
-        tiles = torch.zeros(1, 2, dtype=torch.int32)
-        rows = Rows(
-            first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows, longest=1, chained=True
-        )
+    for tiles in (None, torch.zeros(1, 2, dtype=torch.int32)):
+        rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, longest=1, chained=True)
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
-        for gating, width in zip(RULES, WIDTHS if tile_rows == 1 else (0, 0, 0, 0), strict=True):
+        for gating, width in zip(RULES, WIDTHS if tiles is None else (0, 0, 0, 0), strict=True):
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
             given: dict[str, Any] = dict(heads=HEADS, gating=gating, scale=1.0, out=out)
             variants = variants_of(recurrence.recur) + 1
             for part in (page, odd):
                 if width:
-                    inputs, taps = torch.zeros(1, width - 1, 512, dtype=torch.bfloat16), weight.T[:width].contiguous()
-                    bias = None if width == 4 else taps[0]
-                    given["conv"] = Conv(taps=taps, bias=bias, states=inputs, activates=width != 3, arrived=part)
+                    inputs, bias = torch.zeros(1, width - 1, 512, dtype=torch.bfloat16), None if width == 4 else weight[:, 0]
+                    given["conv"] = Conv(weight=weight[:, :width], bias=bias, states=inputs, activates=width != 3, arrived=part)
                 recur(x, gates, states=states, rows=dataclasses.replace(rows, reads=part), **given)
                 assert variants_of(recurrence.recur) == variants, "one for a plan's part and counters of any alignment"
         for gating, (dim, value_dim) in itertools.product(RULES[2:], ((128, 64), (64, 64), (256, 128))):

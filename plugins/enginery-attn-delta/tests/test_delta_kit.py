@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from enginery.testing.subject import Subject
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
 from enginery_attn_delta import backend, plan
-from enginery_attn_delta.launch import Conv
 
 CAN_INTERPRET = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 interpreted = pytest.mark.skipif(
@@ -140,25 +138,6 @@ def test_two_captured_plans_have_memory_of_their_own() -> None:
     bench = bench_of(rule="delta", decay="head")
     plans = [bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=2, tokens=2), capture=True).plan for _ in range(2)]
     assert plans[0].decode.reads.data_ptr() != plans[1].decode.reads.data_ptr()
-
-
-@interpreted
-def test_a_kernel_does_not_start_before_weights_that_it_reads_early_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer's first step lays out anew, its first kernel would read while the one that makes it runs."""
-    chained: list[bool] = []
-
-    def recur_rows(*given: Any, conv: Conv) -> None:
-        *_, rows, out = given
-        chained.append(rows.chained)
-        out.zero_()
-
-    monkeypatch.setattr(plan, "can_chain", lambda device: True)
-    monkeypatch.setattr(backend, "recur_rows", recur_rows)
-    bench = bench_of(rule="delta", decay="head")
-    batch = bench.relay.plan(bench.batch(bench.turns([(5, 1)]), Phase.DECODE))
-    for _ in range(2):
-        bench.call(bench.inputs([], batch.num_tokens), batch, batch.plan, bench.guarded_out(batch.num_tokens)[1:-1])
-    assert chained == [False, True]
 
 
 @interpreted

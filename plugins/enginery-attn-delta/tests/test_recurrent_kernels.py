@@ -24,15 +24,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def make_rows(lengths: list[int], reads: list[int], writes: list[int], device: str) -> Rows:
     first = [0, *itertools.accumulate(lengths)]
-    tile_rows = 1 if set(lengths) == {1} else CHUNK_ROWS
-    tiles = [(request, begin) for request, length in enumerate(lengths) for begin in range(0, length, tile_rows)]
+    tiles = [(request, begin) for request, length in enumerate(lengths) for begin in range(0, length, CHUNK_ROWS)]
     return Rows(
         first_rows=torch.tensor(first[:-1], dtype=torch.int32, device=device),
         stop_rows=torch.tensor(first[1:], dtype=torch.int32, device=device),
         reads=torch.tensor(reads, dtype=torch.int32, device=device),
         writes=torch.tensor(writes, dtype=torch.int32, device=device),
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
-        tile_rows=tile_rows,
+        tiles=None if set(lengths) == {1} else torch.tensor(tiles, dtype=torch.int32, device=device),
         longest=max(lengths),
         chained=can_chain(torch.device(device)),
     )
@@ -45,31 +43,34 @@ def each(lengths: list[int]) -> list[slice]:
 # Interpreted, each token of a head takes milliseconds.
 LENGTHS = [[1, 1], [2, 1, 35]] if not torch.cuda.is_available() else [[1, 1, 1], [5], [3, 1, 700, 2], [33, 64], [1] * 64]
 PLACES = {"in place": (list(range(1, 65)), list(range(1, 65))), "apart": ([0, 1, 0, 3] * 16, list(range(4, 68)))}
+WITH_NONE = {**PLACES, "from zeros and nowhere": ([0, -1, -1, 1] * 16, [page if page % 2 else -1 for page in range(4, 68)])}
 
 
 @on_devices
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("places", WITH_NONE)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("dtype", "width", "biased"), [(torch.float32, 4, False), (torch.bfloat16, 3, True)], ids=str)
 def test_convolutions(lengths: list[int], places: str, dtype: torch.dtype, width: int, biased: bool, device: str) -> None:
-    reads, writes = (pages[: len(lengths)] for pages in PLACES[places])
+    reads, writes = (pages[: len(lengths)] for pages in WITH_NONE[places])
     channels = 300
     x = torch.randn(sum(lengths), channels + 7).to(dtype)[:, :channels]
     weight, bias = torch.randn(channels, width), torch.randn(channels) if biased else None
-    states = torch.randn(70, width - 1, channels).to(dtype)
+    states = torch.randn(71, width - 1, channels).to(dtype)  # the first page is in front of those that there are
     expected, kept = torch.empty(x.shape, dtype=torch.float64), states.clone()
     for rows, read, write in zip(each(lengths), reads, writes, strict=True):
-        inputs = torch.cat([states[read], x[rows]]).double().T[None]  # [1, C, W - 1 + T]
+        before = states[1 + read] if read >= 0 else torch.zeros_like(states[0])
+        inputs = torch.cat([before, x[rows]]).double().T[None]  # [1, C, W - 1 + T]
         made = F.conv1d(inputs, weight.double()[:, None], None if bias is None else bias.double(), groups=channels)
         expected[rows] = F.silu(made)[0].T
-        kept[write] = torch.cat([states[read], x[rows]])[-(width - 1) :]
+        if write >= 0:
+            kept[1 + write] = torch.cat([before, x[rows]])[-(width - 1) :]
     held = states.to(device)
     placed = make_rows(lengths, reads, writes, device)
     wide = torch.zeros(x.shape[0], channels + 7, dtype=dtype, device=device)
     wide[:, :channels] = x
     out = torch.empty(x.shape, dtype=dtype, device=device)
     placed_bias = None if bias is None else bias.to(device)
-    convolve(wide[:, :channels], weight.to(device), placed_bias, states=held, rows=placed, out=out)
+    convolve(wide[:, :channels], weight.to(device), placed_bias, states=held[1:], rows=placed, out=out)
     torch.testing.assert_close(out.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(held.cpu(), kept)
 
@@ -229,11 +230,11 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("places", [*PLACES, "from zeros and nowhere"])
+@pytest.mark.parametrize("places", WITH_NONE)
 @pytest.mark.parametrize(("rule", "width", "biased"), [("gated delta", 4, False), ("a decay for each channel", 2, True)], ids=str)
 def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased: bool, places: str, device: str) -> None:
     """As a convolution of its own before them, and states are moved on once."""
-    reads, writes = (pages[:3] for pages in PLACES.get(places, ([0, -1, -1], [-1, 4, -1])))
+    reads, writes = (pages[:3] for pages in WITH_NONE[places])
     decay, num, dim = RULES[rule].decay, 2, 24
     keys = num * dim if decay == "channel" else dim
     channels = 2 * keys + num * dim
@@ -250,7 +251,7 @@ def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased:
     convolve(x, weight, bias, states=moved, rows=rows, out=convolved)
     recur(convolved, gates, states=kept, rows=rows, out=expected, **given)
     arrived = torch.zeros(3 * heads.num_keys, dtype=torch.int32, device=device)
-    conv = Conv(taps=weight.T.contiguous(), bias=bias, states=inputs, activates=True, arrived=arrived)
+    conv = Conv(weight=weight, bias=bias, states=inputs, activates=True, arrived=arrived)
     recur(x, gates, states=states, rows=rows, out=actual, conv=conv, **given)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, kept, atol=1e-5, rtol=1e-5)

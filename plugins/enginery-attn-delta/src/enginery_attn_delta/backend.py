@@ -27,7 +27,7 @@ from enginery.api import (
 from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, convolve, linear_chunks, recur, scan
 from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
 
-CONVOLVED_WITHIN: Final = 8  # requests: each of a key head's programs convolves its query and key anew
+CONVOLVED_WITHIN: Final = 2  # requests: each of a key head's programs convolves its query and key anew
 BY_TOKEN: Final = 8  # tokens: linear attention of no more of each request, and of float32, takes one after the other
 
 
@@ -71,7 +71,6 @@ class DeltaAttention:
         self.graphs = GraphState(0, 0)
         facts = [layer.recurrent for layer in context.geometry.layers]
         self._num_layers, self._most_heads = len(facts), max((each.key_heads for each in facts if each is not None), default=0)
-        self._taps: dict[LocalLayerId, torch.Tensor] = {}
         self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
     @hookimpl
@@ -148,11 +147,8 @@ class DeltaAttention:
         (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
         columns = weights.conv if facts.rule in ("linear", "delta") and facts.conv_kernel > 1 else None
         if (arrived := rows.arrived) is not None and columns is not None:
-            if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
-                self._taps[layer.local_id] = columns.T.contiguous()
-                rows = dataclasses.replace(rows, chained=False)  # a kernel that started early would read them unmade
             conv = Conv(
-                taps=self._taps[layer.local_id],
+                weight=columns,
                 bias=weights.conv_bias,
                 states=states["conv"],
                 activates=facts.conv_silu,

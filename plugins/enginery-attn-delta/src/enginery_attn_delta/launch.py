@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from enginery_attn_delta.kernels.launch import next_power_of_2
 CHUNK_ROWS: Final = 32  # of a tile of the convolution
 _CHANNELS: Final = 256
 _VALUES: Final = 32  # of a head in one program of a prompt: [32, 128] float32 are 32 registers of 4 warps
-_VALUES_OF_ONE_TOKEN: Final = 8  # with one warp; in docs/benchmarks/kernels-recurrent.json, 14 % faster than the above
+_VALUES_OF_ONE_TOKEN: Final = 8  # with one warp, 14 % faster than the above: docs/log.md
 _SCANNED: Final = 64
 _CHUNK: Final = 32  # tokens of linear attention at once, and the most values of a head in one program
 
@@ -32,8 +32,8 @@ class Rows:
     """Where the rows and states of B requests are, on the device.
 
     first_rows, stop_rows: [B] int32; reads, writes: [B] int32, pages, -1 to begin from zeros and to leave no state; tiles: [N, 2]
-    int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS;
-    longest: the most tokens of a request.
+    int32, request and first token of each tile of the convolution, of CHUNK_ROWS; None: every request has one token; longest: the
+    most tokens of a request.
     chained: kernels start while the one before them still runs (compute capability 9.0). arrived: [layers, N] int32,
     N >= B times a layer's key heads, for recurrences that convolve what they read, see `Conv`; None: a kernel before them does.
     """
@@ -42,8 +42,7 @@ class Rows:
     stop_rows: torch.Tensor
     reads: torch.Tensor
     writes: torch.Tensor
-    tiles: torch.Tensor
-    tile_rows: int
+    tiles: torch.Tensor | None
     longest: int
     chained: bool = False
     arrived: torch.Tensor | None = None
@@ -82,12 +81,12 @@ class Gating:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conv:
-    """A convolution within a recurrence. taps: [W, C]; bias: [C]; states: [pages, W - 1, C], whose write pages are written.
+    """A convolution within a recurrence. weight: [C, W]; bias: [C]; states: [pages, W - 1, C], whose write pages are written.
 
     arrived: B times key heads int32, zeros before and after, which no other kernel of the step uses.
     """
 
-    taps: torch.Tensor
+    weight: torch.Tensor
     bias: torch.Tensor | None
     states: torch.Tensor
     activates: bool
@@ -106,26 +105,16 @@ def convolve(
 ) -> None:
     """x: [T, C]; weight: [C, W]; bias: [C]; states: [pages, W - 1, C], of which the write pages are written; out: [T, C]."""
     channels, width = weight.shape
-    conv.convolve[(rows.tiles.shape[0], -(-channels // _CHANNELS))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        states,
-        rows.reads,
-        rows.writes,
-        rows.first_rows,
-        rows.stop_rows,
-        rows.tiles,
-        out,
-        x.stride(0),
-        channels,
-        HAS_BIAS=bias is not None,
-        ACTIVATES=activates,
-        WIDTH=width,
-        BLOCK_T=rows.tile_rows,
-        BLOCK_C=_CHANNELS,
-        CHAINED=rows.chained,
-        launch_pdl=rows.chained,
+    given: dict[str, Any] = dict(HAS_BIAS=bias is not None, ACTIVATES=activates, WIDTH=width, BLOCK_C=_CHANNELS)
+    chained: dict[str, Any] = dict(CHAINED=rows.chained, launch_pdl=rows.chained)
+    tensors = (x, weight, weight if bias is None else bias, states, rows.reads, rows.writes, rows.first_rows)
+    blocks = -(-channels // _CHANNELS)
+    if rows.tiles is None:
+        grid = (blocks, len(rows.reads))
+        conv.convolve_tokens[grid](*tensors, out, x.stride(0), *weight.stride(), channels, **given, **chained)
+        return
+    conv.convolve[(len(rows.tiles), blocks)](
+        *tensors, rows.stop_rows, rows.tiles, out, x.stride(0), channels, BLOCK_T=CHUNK_ROWS, **given, **chained
     )
 
 
@@ -147,9 +136,9 @@ def recur(
     """
     gates = x if gates is None else gates
     unused = x
-    one_each = rows.tile_rows == 1
+    one_each = rows.tiles is None
     block_v = min(next_power_of_2(heads.value_dim), _VALUES_OF_ONE_TOKEN if one_each else _VALUES)
-    recurrence.recur[(rows.reads.shape[0], heads.num_values, -(-heads.value_dim // block_v))](
+    recurrence.recur[(-(-heads.value_dim // block_v), heads.num_values, len(rows.reads))](
         x,
         gates,
         states,
@@ -158,14 +147,15 @@ def recur(
         rows.first_rows,
         rows.stop_rows,
         *_tensors_of(gating, unused),
-        unused if conv is None else conv.taps,
+        unused if conv is None else conv.weight,
         unused if conv is None or conv.bias is None else conv.bias,
         unused if conv is None else conv.states,
         rows.reads if conv is None else conv.arrived,
         out,
         x.stride(0),
         gates.stride(0),
-        0 if conv is None else conv.taps.shape[1],
+        *((0, 0) if conv is None else conv.weight.stride()),
+        0 if conv is None else len(conv.weight),
         scale,
         0.0 if gating.floor is None else gating.floor,
         *gating.step_limits,
@@ -177,7 +167,7 @@ def recur(
         DECAY=gating.decay,
         HAS_FLOOR=gating.floor is not None,
         ONE_EACH=one_each,
-        WIDTH=0 if conv is None else len(conv.taps),
+        WIDTH=0 if conv is None else conv.weight.shape[1],
         CONV_BIAS=conv is not None and conv.bias is not None,
         ACTIVATES=conv is not None and conv.activates,
         BLOCK_K=next_power_of_2(heads.key_dim),
@@ -268,7 +258,7 @@ def scan(
     """x: [T, C]; gates: [T, C + 2 N], steps, B and C; a_log: [C, N]; skip: [C]; states: [pages, C, N] float32; out: [T, C]."""
     channels, state_dim = a_log.shape
     block = min(next_power_of_2(channels), _SCANNED)
-    recurrence.scan[(rows.reads.shape[0], -(-channels // block))](
+    recurrence.scan[(-(-channels // block), len(rows.reads))](
         x,
         gates,
         states,
@@ -285,7 +275,7 @@ def scan(
         scale,
         HAS_SKIP=skip is not None,
         STATE_DIM=state_dim,
-        ONE_EACH=rows.tile_rows == 1,
+        ONE_EACH=rows.tiles is None,
         BLOCK_C=block,
         BLOCK_N=next_power_of_2(state_dim),
         CHAINED=rows.chained,

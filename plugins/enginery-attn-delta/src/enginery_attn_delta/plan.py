@@ -1,6 +1,7 @@
 """What is computed on the host, once per batch, and uploaded in one piece: where rows begin, which pages, tiles of the convolution.
 
 int32   [ first rows, B | stop rows, B | reads, B | writes, B | tiles, 2 N ]      of one group of requests after the other
+Groups of one token each have no tiles.
 """
 
 from __future__ import annotations
@@ -86,11 +87,7 @@ class Group:
     ) -> None:
         self.first_rows, self.lengths, self.reads, self.writes = first_rows, lengths, reads, writes
         tiled = lengths if room is None else room
-        self.tile_rows = 1 if bool((tiled == 1).all()) and not follows else CHUNK_ROWS
-        counts = -(-tiled // self.tile_rows)
-        request = np.repeat(np.arange(len(counts)), counts)
-        begin = (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * self.tile_rows
-        self.tiles = np.stack((request, begin), axis=1)  # [N, 2]
+        self.tiles = None if bool((tiled == 1).all()) and not follows else _tiles_of(tiled)
 
     @classmethod
     def of(cls, batch: ForwardBatch, requests: slice, *, first_row: int) -> Group:
@@ -111,23 +108,30 @@ class Group:
 
     def packed(self) -> Ints:
         """All of it, as it is uploaded."""
-        parts = (self.first_rows, self.first_rows + self.lengths, self.reads, self.writes, self.tiles.reshape(-1))
-        return np.concatenate(parts).astype(np.int32)
+        tiles = () if self.tiles is None else (self.tiles.reshape(-1),)
+        return np.concatenate((self.first_rows, self.first_rows + self.lengths, self.reads, self.writes, *tiles)).astype(np.int32)
 
     def rows(self, uploaded: torch.Tensor) -> Rows:
         """uploaded: what `packed` gave, on the device."""
         count = len(self.lengths)
-        first_rows, stop_rows, reads, writes, tiles = uploaded.split_with_sizes([count] * 4 + [2 * len(self.tiles)])
+        first_rows, stop_rows, reads, writes, tiles = uploaded.split_with_sizes([count] * 4 + [len(uploaded) - 4 * count])
         return Rows(
             first_rows=first_rows,
             stop_rows=stop_rows,
             reads=reads,
             writes=writes,
-            tiles=tiles.view(-1, 2),
-            tile_rows=self.tile_rows,
+            tiles=None if self.tiles is None else tiles.view(-1, 2),
             longest=int(self.lengths.max(initial=0)),
             chained=can_chain(uploaded.device),
         )
+
+
+def _tiles_of(lengths: Ints) -> Ints:
+    """Request and first token of each, [N, 2]."""
+    counts = -(-lengths // CHUNK_ROWS)
+    request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    begin = (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * CHUNK_ROWS
+    return np.stack((request, begin.astype(np.int32)), axis=1)
 
 
 def moves_of(batch: ForwardBatch) -> tuple[Ints, Ints]:

@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over its last W tokens, then SiLU: of whole chunks, and of one token within other kernels.
+"""Causal convolution of each channel over its last W tokens, then SiLU: of chunks, of single tokens, and within other kernels.
 
 A state holds the W - 1 inputs before a request's next token, the oldest first: [W - 1, C]. T tokens, C channels, B requests.
 """
@@ -8,6 +8,48 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_attn_delta.kernels.launch import kernel, kernel_of_rows, release_successor, round_to, silu, wait_for_predecessor
+
+
+@kernel_of_rows
+def convolve_tokens(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    first_rows: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    channel_stride: int,
+    tap_stride: int,
+    channels: int,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `convolve`, of one token of each request: all but that token is read before the kernel waits. weight has both strides."""
+    release_successor(CHAINED)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    request = tl.program_id(1)
+    inside = channel < channels
+    row = tl.load(first_rows + request).to(tl.int64)
+    page = tl.load(reads + request).to(tl.int64)
+    page_to = tl.load(writes + request).to(tl.int64)
+    old = states + page * (WIDTH - 1) * channels
+    acc, tap, kept = convolved_before(
+        old, page >= 0, weight, channel_stride, tap_stride, bias, channel, inside, channels, HAS_BIAS, WIDTH
+    )
+    wait_for_predecessor(CHAINED)
+    newest = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    acc += newest * tap
+    if ACTIVATES:
+        acc = silu(acc)
+    tl.store(out + row * channels + channel, round_to(acc, out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # all threads have read the old state
+    move_on(states + page_to * (WIDTH - 1) * channels, kept, newest, channel, inside & (page_to >= 0), channels, WIDTH)
 
 
 @kernel_of_rows
@@ -36,7 +78,7 @@ def convolve(
     x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows,
     stop_rows: [B] int32, each request's rows; tiles: [N, 2] int32, request and its first token there; out: [T, C]. A request that
     reads page -1 begins from zeros, one that writes to it leaves no state. A request's first tile reads its old state and writes
-    the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
+    the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens.
     """
     release_successor(CHAINED)
     request = tl.load(tiles + 2 * tl.program_id(0))
@@ -93,28 +135,32 @@ def convolve(
 def convolved_before(
     old: tl.tensor,
     has_old: tl.tensor,
-    taps: tl.tensor,
+    weight: tl.tensor,
+    channel_stride: int,
+    tap_stride: int,
     bias: tl.tensor,
     channel: tl.tensor,
     inside: tl.tensor,
     channels: int,
     HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tuple[tl.tensor, ...]]:
-    """What a token's state gives of its convolution, [N] float32, and the state's inputs but for the oldest, [N] each.
+) -> tuple[tl.tensor, tl.tensor, tuple[tl.tensor, ...]]:
+    """What a token's state gives of its convolution and the weight of its own input, [N] float32 both, and the state's inputs but
+    for the oldest, [N] each.
 
-    old: the state, [W - 1, C]; taps: [W, C]; channel: [N].
+    old: the state, [W - 1, C]; weight: [C, W] with its strides; channel: [N].
     """
+    taps = weight + channel * channel_stride
     acc = tl.zeros(channel.shape, tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     kept = ()  # type: tuple[tl.tensor, ...]
     for tap in tl.static_range(WIDTH - 1):
         value = tl.load(old + tap * channels + channel, mask=inside & has_old, other=0.0)
-        acc += value.to(tl.float32) * tl.load(taps + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        acc += value.to(tl.float32) * tl.load(taps + tap * tap_stride, mask=inside, other=0.0).to(tl.float32)
         if tap > 0:
             kept += (value,)
-    return acc, kept
+    return acc, tl.load(taps + (WIDTH - 1) * tap_stride, mask=inside, other=0.0).to(tl.float32), kept
 
 
 @kernel

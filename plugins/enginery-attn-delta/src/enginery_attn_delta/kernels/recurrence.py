@@ -41,6 +41,8 @@ def recur(
     out: tl.tensor,
     x_stride: int,
     gates_stride: int,
+    channel_stride: int,
+    tap_stride: int,
     channels: int,
     scale: float,
     floor: float,
@@ -67,22 +69,22 @@ def recur(
     BLOCK_V: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """One program a request, head and block of values.
+    """One program a request, head and block of values; those that run side by side read and write what lies side by side.
 
     x: [T, ...] with a row stride, in which q, k and v of head 0 begin at the columns q_at, k_at, v_at; GROUP value heads share a
     key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
     request that reads page -1 begins from zeros, one that writes to it leaves no state. first_rows, stop_rows: [B] int32. DECAY:
     "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
 
-    WIDTH: above 0, x is convolved first, of one token each: conv: [WIDTH, C]; conv_bias: [C]; inputs: [pages, WIDTH - 1, C], the
-    states of the convolution. All programs of a key head read its inputs; the last to have done so, by arrived [B, key heads]
-    int32, zeros before and after, moves them on.
+    WIDTH: above 0, x is convolved first, of one token each: conv: [C, WIDTH] with its strides; conv_bias: [C]; inputs: [pages,
+    WIDTH - 1, C], the states of the convolution. All programs of a key head read its inputs; the last to have done so, by arrived
+    [B, key heads] int32, zeros before and after, moves them on.
     """
     release_successor(CHAINED)
-    request = tl.program_id(0)
+    request = tl.program_id(2)
     head = tl.program_id(1)
     key = tl.arange(0, BLOCK_K)
-    value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_key = key < KEY_DIM
     has_value = value < VALUE_DIM
     here = has_value[:, None] & has_key[None, :]
@@ -113,16 +115,18 @@ def recur(
     if WIDTH > 0:
         tl.static_assert(ONE_EACH)
         old = inputs + page * (WIDTH - 1) * channels
-        q_before, q_kept = convolved_before(old, page >= 0, conv, conv_bias, q_column, has_key, channels, CONV_BIAS, WIDTH)
-        k_before, k_kept = convolved_before(old, page >= 0, conv, conv_bias, k_column, has_key, channels, CONV_BIAS, WIDTH)
-        v_before, v_kept = convolved_before(old, page >= 0, conv, conv_bias, v_column, has_value, channels, CONV_BIAS, WIDTH)
-        newest = conv + (WIDTH - 1) * channels
-        q_tap = tl.load(newest + q_column, mask=has_key, other=0.0).to(tl.float32)
-        k_tap = tl.load(newest + k_column, mask=has_key, other=0.0).to(tl.float32)
-        v_tap = tl.load(newest + v_column, mask=has_value, other=0.0).to(tl.float32)
+        q_before, q_tap, q_kept = convolved_before(
+            old, page >= 0, conv, channel_stride, tap_stride, conv_bias, q_column, has_key, channels, CONV_BIAS, WIDTH
+        )
+        k_before, k_tap, k_kept = convolved_before(
+            old, page >= 0, conv, channel_stride, tap_stride, conv_bias, k_column, has_key, channels, CONV_BIAS, WIDTH
+        )
+        v_before, v_tap, v_kept = convolved_before(
+            old, page >= 0, conv, channel_stride, tap_stride, conv_bias, v_column, has_value, channels, CONV_BIAS, WIDTH
+        )
         tl.debug_barrier()  # all threads have read the key head's inputs
         arrival = arrived + request * (HEADS // GROUP) + head // GROUP
-        is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == GROUP * tl.num_programs(2) - 1
+        is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == GROUP * tl.num_programs(0) - 1
     if ONE_EACH:
         wait_for_predecessor(CHAINED)
     page_to = tl.load(writes + request).to(tl.int64)
@@ -203,8 +207,8 @@ def scan(
     [C]; states: [pages, C, N] float32; out: [T, C].
     """
     release_successor(CHAINED)
-    request = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    request = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.arange(0, BLOCK_N)
     inside = channel < channels
     has_index = index < STATE_DIM

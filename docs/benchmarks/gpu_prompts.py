@@ -1,7 +1,7 @@
 """Prompts of models with recurrent layers on a GPU, random weights: `python docs/benchmarks/gpu_prompts.py SHAPE > FILE`.
 
-Milliseconds from a prompt's arrival to its first token by its length, nothing else running, in four ways that take turns in one
-engine: states of prompts kept amid an item or only at its end (`amid`), and short prompts token by token or in chunks (`by_token`).
+Milliseconds from a prompt's arrival to its first token by its length, nothing else running. By turns in one engine, in which
+prompts of up to so many tokens run token by token and others in chunks (`by_token` of enginery-attn-fla).
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from enginery.config.schema import EngineOptions
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
-LENGTHS = (16, 100, 128, 200, 512, 2048)
-WAYS = {"neither": (False, False), "by_token": (False, True), "amid": (True, False), "both": (True, True)}
+LENGTHS = (16, 100, 128, 200, 256, 400, 512, 2048)
+BY_TOKEN = (0, 128, 256, 512)
 
 
-def measured(engine: Engine, *, rounds: int) -> dict[str, dict[int, list[float]]]:
+def measured(engine: Engine, *, rounds: int) -> dict[int, dict[int, list[float]]]:
     """The first round does not count."""
-    prompts, points = Prompts(engine.facts.vocab_size), engine._scheduler._kv.finite.points
+    prompts = Prompts(engine.facts.vocab_size)
     backends = [each for each in gc.get_objects() if type(each).__name__ == "ChunkedAttention"]
-    usual = [each.options for each in backends]
-    found: dict[str, dict[int, list[float]]] = {name: {length: [] for length in LENGTHS} for name in WAYS}
+    assert backends, "enginery-attn-fla runs no layer"
+    found: dict[int, dict[int, list[float]]] = {most: {length: [] for length in LENGTHS} for most in BY_TOKEN}
     for number in range(1 + rounds):
-        for name, (amid, by_token) in WAYS.items():
-            points._within_items = amid
-            for backend, options in zip(backends, usual, strict=True):
-                backend.options = options if by_token else dataclasses.replace(options, by_token=0)
-            for length, times in found[name].items():
+        for most, by_length in found.items():
+            for backend in backends:
+                backend.options = dataclasses.replace(backend.options, by_token=most)
+            for length, times in by_length.items():
                 taken = first_token_ms(engine, prompts, prompts.tokens(length))
                 times += [round(taken, 2)] * (number > 0)
     return found
@@ -66,7 +65,7 @@ def main() -> None:
     report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": asked.commit, "shape": asked.shape}
     report |= {"device": torch.cuda.get_device_name(), "attention": engine.facts.attn_backend}
     report |= {"versions": {"python": sys.version.split()[0], "torch": torch.__version__}}
-    report["medians_ms"] = {name: {length: statistics.median(ms) for length, ms in each.items()} for name, each in found.items()}
+    report["medians_ms"] = {most: {length: statistics.median(ms) for length, ms in each.items()} for most, each in found.items()}
     report["ms"] = found
     print(json.dumps(report, indent=1))
 

@@ -1,9 +1,9 @@
 """Recurrent layers of decoding steps with enginery-attn-delta: `python docs/benchmarks/kernels_recurrent.py --output FILE`.
 
 One layer's recurrence and its convolution on random inputs, each alone, and both as the backend runs them in a step: by one kernel
-for a few requests, else by two of which the second starts early. They are checked against float64 first. A time is that of one call
-among several in a CUDA graph, each with states of its own. The floor is the states, read once and written once, over the memory's
-bandwidth.
+for one or two requests, else by two of which the second starts early. They are checked against float64 first. Then the same for
+requests that verify three guesses each: without states written, and written. A time is that of one call among several in a CUDA
+graph, each with states of its own. The floor is the states, read once and written once, over the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from kernels_moe import DEVICE, READ_TB_S, relative_error, time_us
 from moe_shapes import DTYPE
 
 from enginery_attn_delta.backend import CONVOLVED_WITHIN
-from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, can_chain, convolve, recur
+from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, can_chain, convolve, recur
 
 REQUESTS = (1, 64, 256)
 WIDTH = 4
 CHECKED = 4  # requests
+VERIFYING = (1, 8, 64)
+ROWS = 4  # of a request that verifies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,69 @@ class Step:
         return found
 
 
+class Verification:
+    """Three guesses of each request and the token before them."""
+
+    def __init__(self, layer: Layer, requests: int) -> None:
+        assert ROWS <= CHUNK_ROWS
+        self.steps = [Step(layer, requests) for _ in range(ROWS)]
+        self.together, self.last = Step(layer, requests), self.steps[-1]
+        for name in ("x", "gates"):
+            setattr(self.together, name, torch.stack([getattr(step, name) for step in self.steps], 1).flatten(0, 1))
+        for step in self.steps:
+            step.weight, step.gating, step.rows = self.together.weight, self.together.gating, self.together.rows
+            step.states, step.inputs = self.last.states, self.last.inputs
+        self.last.states.copy_(self.together.states)
+        self.last.inputs.copy_(self.together.inputs)
+        self.together.out = self.together.out.repeat_interleave(ROWS, 0)
+        self.together.handed_on = torch.empty(self.together.x.shape, device=DEVICE)
+        begins = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * ROWS
+        tiles = torch.stack([torch.arange(requests), torch.zeros(requests)], 1).int().to(DEVICE)
+        moved = dataclasses.replace(
+            self.together.rows,
+            first_rows=begins[:-1],
+            stop_rows=begins[1:],
+            tiles=tiles,
+            longest=ROWS,
+            chained=can_chain(begins.device),
+        )
+        self.moved, self.kept = moved, dataclasses.replace(moved, writes=torch.full_like(moved.writes, -1))
+
+    def advance(self, rows: Rows) -> None:
+        """As `DeltaAttention.advance_rows`."""
+        step = self.together
+        if step.layer.convolves:
+            convolve(step.x, step.weight, None, states=step.inputs, rows=rows, out=step.handed_on)
+        step.recur(step.handed_on if step.layer.convolves else step.x, rows=rows)
+
+    def verify(self) -> None:
+        """No state is written."""
+        self.advance(self.kept)
+
+    def commit(self) -> None:
+        """All rows stand."""
+        self.advance(self.moved)
+
+    def check(self) -> float:
+        """The relative error to tokens one after the other, which were compared with float64."""
+        before = self.together.states.clone()
+        self.verify()
+        assert torch.equal(before, self.together.states)
+        verified = self.together.out.clone()
+        self.commit()
+        assert torch.equal(verified, self.together.out)
+        for step in self.steps:
+            if step.layer.convolves:
+                convolve(step.x, step.weight, None, states=step.inputs, rows=step.rows, out=step.handed_on)
+            step.recur(step.handed_on if step.layer.convolves else step.x)
+        assert torch.equal(self.last.inputs, self.together.inputs) or not self.last.layer.convolves
+        error = relative_error(self.together.states, self.last.states.double())
+        assert error < 1e-5, error
+        found = relative_error(verified, torch.stack([step.out for step in self.steps], 1).flatten(0, 1).double())
+        assert found < 1e-2, found
+        return found
+
+
 def compare() -> Iterator[dict[str, Any]]:
     for layer in LAYERS:
         for requests in REQUESTS:
@@ -215,6 +280,20 @@ def compare() -> Iterator[dict[str, Any]]:
             found["convolution_us"] = round(time_us([partial(step.convolve) for step in steps], replays=21), 2)
             found["layer_us"] = round(time_us([partial(step.advance) for step in steps], replays=21), 2)
             yield found
+
+
+def verified() -> Iterator[dict[str, Any]]:
+    for layer in LAYERS:
+        for requests in VERIFYING:
+            error = Verification(layer, requests).check()
+            each = [Verification(layer, requests) for _ in range(6)]
+            yield {
+                "model": layer.name,
+                "requests": requests,
+                "error": error,
+                "verify_us": round(time_us([one.verify for one in each], replays=21), 2),
+                "commit_us": round(time_us([one.commit for one in each], replays=21), 2),
+            }
 
 
 LINE = "{model:16} {requests:4} requests: {layer_us:8.2f} us, floor {floor_us:8.2f}; {recurrence_us:8.2f} and {convolution_us:7.2f}"
@@ -230,6 +309,10 @@ def main() -> None:
     for each in compare():
         found.append(each)
         print(LINE.format(**each))
+    verifying = []
+    for each in verified():
+        verifying.append(each)
+        print("{model:16} {requests:4} verify: {verify_us:8.2f} us, written {commit_us:8.2f}".format(**each))
     if asked.output:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
         report = {
@@ -238,7 +321,9 @@ def main() -> None:
             "device": torch.cuda.get_device_name(),
             "versions": versions,
         }
-        asked.output.write_text(json.dumps({**report, "versions": versions, "rows": found}, indent=1) + "\n")
+        asked.output.write_text(
+            json.dumps({**report, "versions": versions, "rows": found, "verifying": verifying}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

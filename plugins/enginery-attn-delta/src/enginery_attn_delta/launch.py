@@ -11,10 +11,10 @@ import torch
 from enginery_attn_delta.kernels import chunks, conv, recurrence
 from enginery_attn_delta.kernels.launch import next_power_of_2
 
-CHUNK_ROWS: Final = 32  # of a tile of the convolution
+CHUNK_ROWS: Final = 8  # of a tile of the convolution
 _CHANNELS: Final = 256
-_VALUES: Final = 32  # of a head in one program of a prompt: [32, 128] float32 are 32 registers of 4 warps
-_VALUES_OF_ONE_TOKEN: Final = 8  # with one warp, 14 % faster than the above: docs/log.md
+_VALUES_OF_ONE_TOKEN: Final = 8  # of a head in a program, which is one warp: docs/log.md, 2026-12-01
+_VALUES: Final = 16
 _SCANNED: Final = 64
 _CHUNK: Final = 32  # tokens of linear attention at once, and the most values of a head in one program
 
@@ -174,7 +174,7 @@ def recur(
         BLOCK_V=block_v,
         CHAINED=rows.chained,
         launch_pdl=rows.chained,
-        num_warps=1 if one_each else 4,
+        num_warps=1,
     )
 
 

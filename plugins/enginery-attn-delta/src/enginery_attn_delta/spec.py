@@ -11,7 +11,7 @@ from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 NAME: Final = "delta"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 MAX_KEY_DIM: Final = 256  # of a state, a program holds all key dims of some values
-MAX_TAPS: Final = 16  # of a convolution; fewer than the rows of one of its tiles
+MAX_TAPS: Final = 8  # of a convolution, no more than the rows of one of its tiles
 RECURRENCES: Final = frozenset(
     {("linear", "constant"), ("linear", "head"), ("delta", "head"), ("delta", "channel"), ("scan", "channel"), ("conv", "constant")}
 )

@@ -11,6 +11,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_attn_delta.kernels.conv import convolved_before, move_on
 from enginery_attn_delta.kernels.launch import (
+    kernel,
     kernel_of_rows,
     release_successor,
     round_to,
@@ -19,6 +20,41 @@ from enginery_attn_delta.kernels.launch import (
     softplus,
     wait_for_predecessor,
 )
+
+
+@kernel
+def row_inputs(
+    row: tl.tensor,
+    stop: tl.tensor,
+    q_at: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    decays_at: tl.tensor,
+    beta_at: tl.tensor,
+    x_stride: int,
+    gates_stride: int,
+    has_key: tl.tensor,
+    has_value: tl.tensor,
+    DELTA: tl.constexpr,
+    DECAY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What a head is given of a row before `stop`: q, k [K], v [V], what decays are made of and beta.
+
+    All but `row` and `stop`: as of row 0. decays_at: [K] with a decay for each channel.
+    """
+    there = row < stop
+    q = tl.load(q_at + row * x_stride, mask=has_key & there, other=0.0)
+    k = tl.load(k_at + row * x_stride, mask=has_key & there, other=0.0)
+    v = tl.load(v_at + row * x_stride, mask=has_value & there, other=0.0)
+    decays = tl.full([], 0.0, tl.float32)
+    beta = decays
+    if DECAY == "head":
+        decays = tl.load(decays_at + row * gates_stride, mask=there, other=0.0).to(tl.float32)
+    if DECAY == "channel":
+        decays = tl.load(decays_at + row * gates_stride, mask=has_key & there, other=0.0)
+    if DELTA:
+        beta = tl.load(beta_at + row * gates_stride, mask=there, other=0.0).to(tl.float32)
+    return q, k, v, decays, beta
 
 
 @kernel_of_rows
@@ -110,6 +146,12 @@ def recur(
     q_column = q_at + (head // GROUP) * KEY_DIM + key
     k_column = k_at + (head // GROUP) * KEY_DIM + key
     v_column = v_at + head * VALUE_DIM + value
+    q_from, k_from, v_from = x + q_column, x + k_column, x + v_column
+    if DECAY == "channel":
+        decays_from = gates + head * KEY_DIM + key
+    else:
+        decays_from = gates + (HEADS if DELTA else 0) + head
+    beta_from = gates + (HEADS * KEY_DIM if DECAY == "channel" else 0) + head
     row = tl.load(first_rows + request).to(tl.int64)
     stop = row + 1 if ONE_EACH else tl.load(stop_rows + request).to(tl.int64)
     if WIDTH > 0:
@@ -130,38 +172,53 @@ def recur(
     if ONE_EACH:
         wait_for_predecessor(CHAINED)
     page_to = tl.load(writes + request).to(tl.int64)
+    next_q, next_k, next_v, next_decays, next_beta = row_inputs(
+        row, stop, q_from, k_from, v_from, decays_from, beta_from, x_stride, gates_stride, has_key, has_value, DELTA, DECAY
+    )
     while row < stop:
-        at = x + row * x_stride
-        q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
-        k = tl.load(at + k_column, mask=has_key, other=0.0).to(tl.float32)
-        v = tl.load(at + v_column, mask=has_value, other=0.0).to(tl.float32)
+        q, k, v = next_q.to(tl.float32), next_k.to(tl.float32), next_v.to(tl.float32)
+        raw, beta = next_decays, next_beta
+        if not ONE_EACH:  # the next row's are on their way
+            next_q, next_k, next_v, next_decays, next_beta = row_inputs(
+                row + 1,
+                stop,
+                q_from,
+                k_from,
+                v_from,
+                decays_from,
+                beta_from,
+                x_stride,
+                gates_stride,
+                has_key,
+                has_value,
+                DELTA,
+                DECAY,
+            )
         if WIDTH > 0:
             q_input, k_input, v_input = q, k, v
             q, k, v = q_before + q * q_tap, k_before + k * k_tap, v_before + v * v_tap
             if ACTIVATES:
                 q, k, v = silu(q), silu(k), silu(v)
-        gate = gates + row * gates_stride
         written = v
         if DELTA:
             q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6)
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         if DECAY == "head":
-            step = softplus(tl.load(gate + (HEADS if DELTA else 0) + head).to(tl.float32) + shift)
+            step = softplus(raw + shift)
             step = tl.minimum(tl.maximum(step, least_step), most_step)
             decay = tl.exp(-rate * step)
             if STEPS:
                 written = v * step
         if DECAY == "channel":
-            raw = tl.load(gate + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32) + shift_of_key
+            raws = raw.to(tl.float32) + shift_of_key
             if HAS_FLOOR:
-                state = state * tl.exp(floor * sigmoid(rate * raw))[None, :]
+                state = state * tl.exp(floor * sigmoid(rate * raws))[None, :]
             else:
-                state = state * tl.exp(-rate * softplus(raw))[None, :]
+                state = state * tl.exp(-rate * softplus(raws))[None, :]
         else:
             state = state * decay
         if DELTA:
-            beta = sigmoid(tl.load(gate + (HEADS * KEY_DIM if DECAY == "channel" else 0) + head).to(tl.float32))
-            written = (v - tl.sum(state * k[None, :], axis=1)) * beta
+            written = (v - tl.sum(state * k[None, :], axis=1)) * sigmoid(beta)
         state += written[:, None] * k[None, :]
         seen = tl.sum(state * q[None, :], axis=1) * scale
         if HAS_SKIP:

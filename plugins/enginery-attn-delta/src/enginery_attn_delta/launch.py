@@ -15,7 +15,7 @@ CHUNK_ROWS: Final = 8  # of a tile of the convolution
 _CHANNELS: Final = 256
 _VALUES_OF_ONE_TOKEN: Final = 8  # of a head in a program, which is one warp: docs/log.md, 2026-12-01
 _VALUES: Final = 16
-_SCANNED: Final = 64
+_SCANNED: Final = 32  # channels, of one warp too
 _CHUNK: Final = 32  # tokens of linear attention at once, and the most values of a head in one program
 
 
@@ -280,4 +280,5 @@ def scan(
         BLOCK_N=next_power_of_2(state_dim),
         CHAINED=rows.chained,
         launch_pdl=rows.chained,
+        num_warps=1,
     )

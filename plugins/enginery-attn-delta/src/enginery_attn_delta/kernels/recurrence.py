@@ -234,6 +234,28 @@ def recur(
     tl.store(states + page_to * size + place, state, mask=here & (page_to >= 0))
 
 
+@kernel
+def scan_inputs(
+    row: tl.tensor,
+    stop: tl.tensor,
+    value_at: tl.tensor,
+    step_at: tl.tensor,
+    b_at: tl.tensor,
+    x_stride: int,
+    gates_stride: int,
+    inside: tl.tensor,
+    has_index: tl.tensor,
+    STATE_DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """x, dt [C], B, C [N] of a row before `stop`. value_at, step_at, b_at: of row 0."""
+    there = row < stop
+    value = tl.load(value_at + row * x_stride, mask=inside & there, other=0.0)
+    step = tl.load(step_at + row * gates_stride, mask=inside & there, other=0.0)
+    b = tl.load(b_at + row * gates_stride, mask=has_index & there, other=0.0)
+    c = tl.load(b_at + STATE_DIM + row * gates_stride, mask=has_index & there, other=0.0)
+    return value, step, b, c
+
+
 @kernel_of_rows
 def scan(
     x: tl.tensor,
@@ -272,7 +294,8 @@ def scan(
     here = inside[:, None] & has_index[None, :]
     place = channel[:, None] * STATE_DIM + index[None, :]
     size = channels * STATE_DIM
-    wait_for_predecessor(CHAINED)
+    if not ONE_EACH:  # as `recur`
+        wait_for_predecessor(CHAINED)
     page = tl.load(reads + request).to(tl.int64)
     state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
     rate = -tl.exp(tl.load(a_log + place, mask=here, other=0.0).to(tl.float32))
@@ -280,12 +303,19 @@ def scan(
         skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(first_rows + request).to(tl.int64)
     stop = row + 1 if ONE_EACH else tl.load(stop_rows + request).to(tl.int64)
+    value_at, step_at = x + channel, gates + channel
+    b_at = gates + channels + index
+    if ONE_EACH:
+        wait_for_predecessor(CHAINED)
+    next_value, next_step, next_b, next_c = scan_inputs(
+        row, stop, value_at, step_at, b_at, x_stride, gates_stride, inside, has_index, STATE_DIM
+    )
     while row < stop:
-        gate = gates + row * gates_stride
-        step = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(gate + channels + index, mask=has_index, other=0.0).to(tl.float32)
-        c = tl.load(gate + channels + STATE_DIM + index, mask=has_index, other=0.0).to(tl.float32)
-        value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        value, step, b, c = next_value.to(tl.float32), next_step.to(tl.float32), next_b.to(tl.float32), next_c.to(tl.float32)
+        if not ONE_EACH:  # the next row's are on their way
+            next_value, next_step, next_b, next_c = scan_inputs(
+                row + 1, stop, value_at, step_at, b_at, x_stride, gates_stride, inside, has_index, STATE_DIM
+            )
         state = state * tl.exp(rate * step[:, None]) + (step * value)[:, None] * b[None, :]
         seen = tl.sum(state * c[None, :], axis=1) * scale
         if HAS_SKIP:

@@ -6,6 +6,7 @@ Ranks are threads (`rank_threads`); two processes are in `test_rank_processes.py
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,7 +29,8 @@ from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_draft
 from offers import offering
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
-from parity.oracle import FAMILIES, Oracle
+from parity.oracle import FAMILIES, Oracle, shape
+from transformers import LlamaConfig
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.grammars import Grammar, GrammarKind, GrammarSpec
@@ -154,6 +156,20 @@ def test_a_model_that_drafts_for_itself_is_always_right(write_oracle: Callable[.
         assert answers_of(engine, requests) == first
         assert_always_right(engine)
         assert told_alone(engine, requests[0].prompt_token_ids, 4).num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("vocab_size", [256, 251] if EVERYTHING else [251])
+def test_a_model_that_ranks_cannot_share_drafts_whole_on_each(
+    write_oracle: Callable[..., Oracle], registry: Registry, vocab_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three heads; also with fewer tokens than the target has, of which the ranks look at as many each."""
+    oracle = write_oracle("llama", FAMILIES["llama"])
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 1}
+    small = write_oracle(f"three heads {vocab_size}", LlamaConfig(**shape(vocab_size=vocab_size, **sizes)))
+    asked = by_itself(oracle, draft_model=str(small.folder), **SMALL_PAGES)
+    with caplog.at_level(logging.INFO):
+        assert_as_on_one(registry, asked, asked_of(oracle.prompts))
+    assert "each rank runs the whole draft model: the attention's query heads: 3, which 2 ranks cannot share" in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

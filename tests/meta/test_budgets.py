@@ -16,7 +16,7 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 
 # The engine: memory of several kinds, grammars, drafts that branch, ranks as processes on several hosts, lanes, pipeline stages,
 # graphs on devices and recorded steps on CPUs. The style guide wants 16,500; each raise is a commit that says what for.
-CORE_LINES = 29_990
+CORE_LINES = 30_030
 APART = {"testing": 3_825, "bench": 1_845, "serve": 7_970, "cli": 3_290}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20

@@ -73,7 +73,7 @@ class Choice:
     first_attention: the backends to begin with while kernels of `attention` are compiled; None: begin with `attention`.
     to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused.
     draft_siblings: tokens that are verified beside each that a draft model guesses. taps: hidden states that a draft model takes
-    from this one. reads: of a draft model, see `DrafterSpec`. parallel: the part that is run here; a draft model is whole.
+    from this one. reads: of a draft model, see `DrafterSpec`. parallel: the part that is run here.
     """
 
     checkpoint: Checkpoint

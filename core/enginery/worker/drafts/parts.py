@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+import torch.nn.functional as F
 
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import with_own_head
@@ -21,8 +22,10 @@ from enginery.contracts.drafting import FEATURES, DrafterSpec
 from enginery.contracts.engine import report_to_nobody
 from enginery.contracts.model import DraftTarget, Feature, Model, ModelFacts, ModelSpec, Tapped
 from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.errors import CheckpointError, ConfigError, Unsupported
 from enginery.kv.pool import PagedKVPool, page_bytes
+from enginery.nn.parallel import SingleRank
 from enginery.plugin.boundary import described, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
@@ -42,11 +45,14 @@ _MOST_PADDING: Final = 128  # rows: vocabularies of one tokenizer are padded to 
 _log: Final = logging.getLogger(__name__)
 
 
-def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice) -> Choice | None:
+def choose_draft_model(
+    asked: EngineOptions, registry: Registry, target: Choice, parallel: ParallelFacts | None = None
+) -> Choice | None:
     """What the model is run with that drafts for `target`; None where no model drafts. Settings are the target's.
 
-    Raises `ConfigError` for a model that cannot draft for this target.
+    parallel: the part that is run here; None: as of the target. Raises `ConfigError` for a model that cannot draft for this target.
     """
+    parallel = parallel or target.parallel
     offer = target.drafter
     if offer is None or (folder := find_draft_folder(asked, registry, target)) is None:
         return None
@@ -63,7 +69,8 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
         checkpoint=checkpoint,
         family=family,
         facts=facts,
-        attention=_choose_attention(asked, registry, facts, target, reads=bool(reads)),
+        parallel=parallel,
+        attention=target.attention if reads else _choose_attention(asked, registry, facts, target, parallel),
         first_attention=None,
         to_compile=(),
         coordinator=None,
@@ -105,15 +112,10 @@ def _own_family(offer: Offer[DrafterSpec], config: Mapping[str, object], folder:
 
 
 def _choose_attention(
-    asked: EngineOptions, registry: Registry, facts: ModelFacts, target: Choice, *, reads: bool
+    asked: EngineOptions, registry: Registry, facts: ModelFacts, target: Choice, parallel: ParallelFacts
 ) -> AttentionChoice:
-    """The backends of its own layers, or the target's, if it reads what these wrote.
-
-    Those that are asked for are the target's: where one cannot run a draft model, another is found.
-    """
-    if reads:
-        return target.attention
-    softmax, recurrent = LayerNeeds.of(stage_of(facts, target.parallel).memory, target.settings, target.device_facts)
+    """Those that are asked for are the target's: where one cannot run a draft model, another is found."""
+    softmax, recurrent = LayerNeeds.of(stage_of(facts, parallel).memory, target.settings, target.device_facts)
     needs = LayerNeeds(verifying(softmax, device_lengths=target.device_facts.kind != "cpu"), verifying(recurrent))
     try:
         return choose_attention(asked, registry, needs)[0]
@@ -222,17 +224,37 @@ class DraftNeeds:
 def find_draft_needs(asked: EngineOptions, registry: Registry, target: Choice) -> DraftNeeds | None:
     """None where no model drafts. Raises `EnginError` for one that cannot draft for this target, or on so many ranks."""
     try:
-        choice = choose_draft_model(asked, registry, target)
-        if choice is None:
-            return None
-        needed = check_weights(choice, drafts=True)
+        found = _divided_or_whole(asked, registry, target)
     except Unsupported as error:
         raise Unsupported(f"--drafter {asked.drafter} cannot run beside {target.checkpoint.name}: {error}") from error
     except CheckpointError as error:  # of two config.json it would not say which
         raise CheckpointError(f"the draft model of --drafter {asked.drafter} cannot be served: {error}") from error
+    if found is None:
+        return None
+    choice, needed = found
     return DraftNeeds(
         choice=choice, needed=needed, most=target.draft_length, taps=_taps(target, choice), target_width=target.facts.hidden_size
     )
+
+
+def _divided_or_whole(asked: EngineOptions, registry: Registry, target: Choice) -> tuple[Choice, NeededWeights] | None:
+    """A model that stands alone, and that the ranks cannot share, is run whole by each of them."""
+    try:
+        return _checked(asked, registry, target, target.parallel)
+    except Unsupported as error:
+        stands_alone = target.drafter is not None and target.drafter.spec.stands_alone
+        if not stands_alone or not 1 < target.parallel.tensor_size == target.parallel.num_ranks:
+            raise
+        found = _checked(asked, registry, target, WHOLE)
+        _log.info("each rank runs the whole draft model: %s", error)
+        return found
+
+
+def _checked(
+    asked: EngineOptions, registry: Registry, target: Choice, parallel: ParallelFacts
+) -> tuple[Choice, NeededWeights] | None:
+    choice = choose_draft_model(asked, registry, target, parallel)
+    return None if choice is None else (choice, check_weights(choice, drafts=True))
 
 
 def _taps(target: Choice, choice: Choice) -> tuple[Feature, ...]:
@@ -283,8 +305,12 @@ def build_draft_model(
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
     known = _as_target(model, target) if spec.takes_features else None
     is_shorter = choice.facts.vocab_size < target.facts.vocab_size
-    own = rank_setting(choice, reader, ops=_within_table(setting.ops) if is_shorter else setting.ops, comm=setting.comm)
+    is_whole = choice.parallel != target.parallel
+    ops, comm = _within_table(setting.ops) if is_shorter else setting.ops, SingleRank(setting.ops) if is_whole else setting.comm
+    own = rank_setting(choice, reader, ops=ops, comm=comm)
     built = build_model(choice, weights, own, pool=pool, socket=socket, target=known)
+    if is_whole:
+        built = _OwnColumns(built, choice.facts.vocab_size, target.parallel)
     return DraftModel(
         _Shorter(built, choice) if is_shorter else built,
         socket,
@@ -303,6 +329,20 @@ class _Shorter:
     def __init__(self, model: Model, choice: Choice) -> None:
         self.forward, self.logits = model.forward, model.logits
         self.target_ids = torch.arange(choice.facts.vocab_size, device=choice.device)
+
+
+class _OwnColumns:
+    """A whole model that gives this rank's columns of its logits, as one does that is divided. Implements `Model`."""
+
+    def __init__(self, model: Model, vocab_size: int, parallel: ParallelFacts) -> None:
+        self.forward, self._model = model.forward, model
+        self._width = -(-vocab_size // parallel.tensor_size)
+        self._first = parallel.tensor_rank * self._width
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V / R], zeros behind the last."""
+        own = self._model.logits(hidden)[:, self._first : self._first + self._width]
+        return F.pad(own, (0, self._width - own.shape[1])).contiguous()
 
 
 def _within_table(ops: OpTable) -> OpTable:

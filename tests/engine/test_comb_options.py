@@ -90,13 +90,15 @@ def test_what_is_asked_for_is_said_and_counted(registry: Registry) -> None:
 
 
 def test_options_are_those_of_every_draft_model() -> None:
-    registry = Registry.load(options=["eagle.trees=true", "standalone.trees=true", "standalone.siblings=3", "mtp.siblings=2"])
+    registry = Registry.load(options=["eagle.trees=true", "standalone.trees=true", "standalone.siblings=3", "mtp.siblings=1"])
     given = {name: registry.options_for(name) for name in ("eagle", "eagle3", "standalone", "mtp", "lookup")}
     assert [each.num_siblings for each in given.values() if isinstance(each, DraftModelOptions)] == [1, 0, 3, 0]
     with pytest.raises(ConfigError, match=r"the options of eagle do not go together: siblings is 0; take 1 to 32"):
         Registry.load(options=["eagle.siblings=0"])
     with pytest.raises(ConfigError, match=r"siblings is 33; take 1 to 32"):
         Registry.load(options=["eagle.siblings=33"])
+    with pytest.raises(ConfigError, match=r"siblings is 2, but only trees have them; set trees=true too, or leave siblings out"):
+        Registry.load(options=["eagle.siblings=2"])
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class DraftModelOptions:
     """What `-o NAME.field=value` sets of every draft model whose descriptor has no options of its own.
 
     trees: beside each guess the `siblings` likeliest other tokens are verified, so a guess that is nearly right costs less. Each
-    costs a row of the verification and no step of the draft model. Raises ValueError for no siblings, or more than `MOST_SIBLINGS`.
+    costs a row of the verification and no step of the draft model. Raises ValueError for none, or more than `MOST_SIBLINGS`.
     """
 
     trees: bool = False
@@ -133,6 +133,8 @@ class DraftModelOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.siblings <= MOST_SIBLINGS:
             raise ValueError(f"siblings is {self.siblings}; take 1 to {MOST_SIBLINGS}, or leave trees out")
+        if self.siblings > 1 and not self.trees:
+            raise ValueError(f"siblings is {self.siblings}, but only trees have them; set trees=true too, or leave siblings out")
 
     @property
     def num_siblings(self) -> int:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from quick_processes import run_python
 
 from enginery.worker.ranks import gloo
-from enginery.worker.ranks.collectives import HeadColumns
+from enginery.worker.ranks.collectives import Agreement, HeadColumns
 from enginery.worker.ranks.gloo import Group, LostRank, Standing, open_store
 from enginery.worker.sampling import NAN_TOKEN
 
@@ -53,6 +54,29 @@ def test_the_best_of_all_ranks_columns_is_what_one_rank_finds(vocab_size: int, s
     for best in found:
         assert isinstance(best, torch.Tensor)
         assert torch.equal(best, wanted)
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(10, 3), (6, 2), (5, 4)])
+def test_a_guess_is_drawn_from_the_draft_models_tokens_alone(vocab_size: int, size: int, tmp_path: Path) -> None:
+    """By the first rank, which tells the others; what pads the last columns is no token, also where the target has as many more."""
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(logits, (0, -vocab_size % size), value=9.0)
+    drawn_from = list[torch.Tensor]()
+
+    def likeliest(whole: torch.Tensor) -> torch.Tensor:
+        drawn_from.append(whole)
+        return whole.argmax(-1)
+
+    def guess(group: Group) -> torch.Tensor:
+        of_target = HeadColumns(group, padded.shape[1])
+        agreement = Agreement.of(Mock(shared=of_target), Mock(vocab_size=vocab_size))
+        return agreement.guess(padded.chunk(size, dim=-1)[group.rank], likeliest, greedy=False)
+
+    for found in on_ranks(tmp_path, size, guess):
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, logits.argmax(-1))
+    (whole,) = drawn_from
+    assert torch.equal(whole, logits)
 
 
 def two_groups(tmp_path: Path, standing: Standing) -> list[Group]:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
+from enginery.worker.drafts.parts import _OwnColumns
 from enginery.worker.ranks.groups import refuse_for_ranks
 
 module_of, chain_of = prediction_modules.module_of, prediction_modules.chain_of  # fixtures
@@ -170,6 +172,16 @@ def test_a_model_that_ranks_cannot_share_drafts_whole_on_each(
     with caplog.at_level(logging.INFO):
         assert_as_on_one(registry, asked, asked_of(oracle.prompts))
     assert "each rank runs the whole draft model: the attention's query heads: 3, which 2 ranks cannot share" in caplog.text
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(251, 4), (5, 4), (6, 2)])
+def test_ranks_with_a_whole_model_look_at_each_token_once(vocab_size: int, size: int) -> None:
+    """The last ones too, where the vocabulary does not divide; a rank may have none."""
+    logits = torch.arange(1.0, 1 + 2 * vocab_size).view(2, vocab_size)
+    ranks = [ParallelFacts(tensor_rank=rank, tensor_size=size) for rank in range(size)]
+    columns = [_OwnColumns(Mock(logits=lambda _: logits), vocab_size, rank).logits(torch.empty(2, 1)) for rank in ranks]
+    assert len({each.shape for each in columns}) == 1, "all exchange as much"
+    assert torch.equal(torch.cat(columns, dim=-1)[:, :vocab_size], logits)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -246,7 +246,8 @@ def _divided_or_whole(asked: EngineOptions, registry: Registry, target: Choice) 
         if not stands_alone or not 1 < target.parallel.tensor_size == target.parallel.num_ranks:
             raise
         found = _checked(asked, registry, target, WHOLE)
-        _log.info("each rank runs the whole draft model: %s", error)
+        if target.parallel.rank == 0:
+            _log.info("each rank runs the whole draft model: %s", error)
         return found
 
 

@@ -54,7 +54,7 @@ def test_convolutions(lengths: list[int], places: str, dtype: torch.dtype, width
     reads, writes = (pages[: len(lengths)] for pages in WITH_NONE[places])
     channels = 300
     x = torch.randn(sum(lengths), channels + 7).to(dtype)[:, :channels]
-    weight, bias = torch.randn(channels, width), torch.randn(channels) if biased else None
+    weight, bias = torch.randn(width, channels).T, torch.randn(channels) if biased else None  # taps side by side
     states = torch.randn(71, width - 1, channels).to(dtype)  # the first page is in front of those that there are
     expected, kept = torch.empty(x.shape, dtype=torch.float64), states.clone()
     for rows, read, write in zip(each(lengths), reads, writes, strict=True):
@@ -242,7 +242,7 @@ def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased:
     per_key = (num, dim) if decay == "channel" else (num,)
     gating = Gating(decay=decay, delta=True, a_log=torch.rand(num, device=device), dt_bias=torch.randn(per_key, device=device))
     x, gates = torch.randn(3, channels, device=device), torch.randn(3, num * (dim + 1 if decay == "channel" else 2), device=device)
-    weight, bias = torch.randn(channels, width, device=device), torch.randn(channels, device=device) if biased else None
+    weight, bias = torch.randn(width, channels, device=device).T, torch.randn(channels, device=device) if biased else None
     states, held = torch.randn(8, num, dim, dim, device=device), torch.randn(9, width - 1, channels, device=device)
     (before, inputs), in_front = held.split([1, 8]), held[:1].clone()
     rows, given = make_rows([1, 1, 1], reads, writes, device), dict(heads=heads, gating=gating, scale=dim**-0.5)

@@ -108,14 +108,12 @@ def convolve(
     given: dict[str, Any] = dict(HAS_BIAS=bias is not None, ACTIVATES=activates, WIDTH=width, BLOCK_C=_CHANNELS)
     chained: dict[str, Any] = dict(CHAINED=rows.chained, launch_pdl=rows.chained)
     tensors = (x, weight, weight if bias is None else bias, states, rows.reads, rows.writes, rows.first_rows)
-    blocks = -(-channels // _CHANNELS)
+    sizes, blocks = (x.stride(0), *weight.stride(), channels), -(-channels // _CHANNELS)
     if rows.tiles is None:
-        grid = (blocks, len(rows.reads))
-        conv.convolve_tokens[grid](*tensors, out, x.stride(0), *weight.stride(), channels, **given, **chained)
+        conv.convolve_tokens[(blocks, len(rows.reads))](*tensors, out, *sizes, **given, **chained)
         return
-    conv.convolve[(len(rows.tiles), blocks)](
-        *tensors, rows.stop_rows, rows.tiles, out, x.stride(0), channels, BLOCK_T=CHUNK_ROWS, **given, **chained
-    )
+    grid = (len(rows.tiles), blocks)
+    conv.convolve[grid](*tensors, rows.stop_rows, rows.tiles, out, *sizes, BLOCK_T=CHUNK_ROWS, **given, **chained)
 
 
 def recur(

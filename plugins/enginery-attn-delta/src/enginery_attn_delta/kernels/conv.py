@@ -30,7 +30,7 @@ def convolve_tokens(
     BLOCK_C: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """As `convolve`, of one token of each request: all but that token is read before the kernel waits. weight has both strides."""
+    """As `convolve`, of one token of each request: all but that token is read before the kernel waits."""
     release_successor(CHAINED)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     request = tl.program_id(1)
@@ -65,6 +65,8 @@ def convolve(
     tiles: tl.tensor,
     out: tl.tensor,
     x_stride: int,
+    channel_stride: int,
+    tap_stride: int,
     channels: int,
     HAS_BIAS: tl.constexpr,
     ACTIVATES: tl.constexpr,
@@ -75,10 +77,10 @@ def convolve(
 ) -> None:
     """One program a tile and block of channels.
 
-    x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows,
-    stop_rows: [B] int32, each request's rows; tiles: [N, 2] int32, request and its first token there; out: [T, C]. A request that
-    reads page -1 begins from zeros, one that writes to it leaves no state. A request's first tile reads its old state and writes
-    the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens.
+    x: [T, C] with a row stride; weight: [C, W] with its strides; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32,
+    pages; first_rows, stop_rows: [B] int32, each request's rows; tiles: [N, 2] int32, request and its first token there; out:
+    [T, C]. A request that reads page -1 begins from zeros, one that writes to it leaves no state. A request's first tile reads its
+    old state and writes the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens.
     """
     release_successor(CHAINED)
     request = tl.load(tiles + 2 * tl.program_id(0))
@@ -96,7 +98,7 @@ def convolve(
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
     taps = ()  # type: tuple[tl.tensor, ...]
     for tap in tl.static_range(WIDTH):
-        taps += (tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32),)
+        taps += (tl.load(weight + channel * channel_stride + tap * tap_stride, mask=inside, other=0.0).to(tl.float32),)
     wait_for_predecessor(CHAINED)
     for tap in tl.static_range(WIDTH):
         at = token + tap - (WIDTH - 1)

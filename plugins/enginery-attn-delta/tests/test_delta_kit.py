@@ -123,6 +123,19 @@ def test_a_graph_makes_the_checkpoints_of_the_batch_that_it_is_replayed_for() ->
 
 
 @interpreted
+def test_rows_behind_checkpoints_are_not_for_kernels_that_read_states_before_they_wait() -> None:
+    """The same step writes these states; those of single tokens that follow nothing were there before."""
+    bench = bench_of(rule="delta", decay="head")
+    turns = bench.turns([(3, 2), (0, 2)])
+    batch, pages = bench.batch(turns, Phase.PREFILL), [bench.tokens(1).states[0] for _ in turns]
+    marks = {"checkpoints_cpu": pages, "checkpoint_rows_cpu": [1, 1]}
+    view = dataclasses.replace(batch.states, **{name: torch.tensor(values, dtype=torch.int32) for name, values in marks.items()})
+    planned = bench.relay.plan(dataclasses.replace(batch, views={**batch.views, STATE: view})).plan
+    assert planned.prefill.tiles is None
+    assert planned.rest.tiles.tolist() == [[0, 0], [1, 0]]
+
+
+@interpreted
 def test_all_graphs_keep_what_they_verify_in_one_place() -> None:
     """Of twenty sizes each would take what the largest does."""
     bench = bench_of(24, rule="delta", decay="head")

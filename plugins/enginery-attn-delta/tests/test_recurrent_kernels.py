@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pairwise import crossed, in_turn
 
+from enginery_attn_delta.kernels import chunks, conv, recurrence
 from enginery_attn_delta.kernels.launch import INTERPRETED
 from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, can_chain, convolve, linear_chunks, recur, scan
 
@@ -258,3 +259,62 @@ def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased:
     assert torch.equal(inputs, moved)
     assert torch.equal(before, in_front), "page -1 is written"
     assert not arrived.any()
+
+
+def calls_over(rows: Rows, *, single: bool) -> dict[str, Callable[[dict[str, torch.Tensor]], None]]:
+    """Every kernel that runs over such rows, on memory that it is given."""
+    heads, weight = Heads(num_keys=1, num_values=1, key_dim=8, value_dim=8, q_at=0, k_at=8, v_at=16), torch.randn(24, 4)
+    delta = Gating(decay="head", delta=True, a_log=torch.zeros(1), dt_bias=torch.zeros(1))
+    linear, a_log = Gating(decay="constant", delta=False, log_decay=-torch.ones(1)), torch.zeros(24, 4)
+    arrived, given = torch.zeros(len(rows.reads), dtype=torch.int32), {"rows": rows, "scale": 1.0}
+
+    def recurring(run: Callable[..., None], gating: Gating) -> Callable[..., None]:
+        def call(of: dict[str, torch.Tensor], **conv: Conv) -> None:
+            run(of["x"], of["gates"], states=of["matrix"], heads=heads, gating=gating, out=of["out"], **given, **conv)
+
+        return call
+
+    def within(of: dict[str, torch.Tensor]) -> None:
+        conv = Conv(weight=weight, bias=None, states=of["inputs"], activates=True, arrived=arrived)
+        recurring(recur, delta)(of, conv=conv)
+
+    return {
+        "convolve": lambda of: convolve(of["x"], weight, None, states=of["inputs"], rows=rows, out=of["flat"]),
+        "recur": recurring(recur, delta),
+        "chunks": recurring(linear_chunks, linear),
+        "scan": lambda of: scan(of["x"], of["gates"], a_log=a_log, skip=None, states=of["scanned"], out=of["flat"], **given),
+        **({"within": within} if single else {}),
+    }
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("lengths", [[1, 1], [2, 9]], ids=str)
+def test_kernels_that_start_early_read_what_others_write_when_they_have_waited(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And write nothing before. States are read before by single tokens' kernels alone: those of others may be the same step's."""
+    count, single = sum(lengths), max(lengths) == 1
+    sizes = {"x": (count, 24), "gates": (count, 32), "matrix": (3, 1, 8, 8), "inputs": (3, 3, 24), "scanned": (3, 24, 4)}
+    there = {name: torch.randn(size) for name, size in {**sizes, "out": (count, 1, 8), "flat": (count, 24)}.items()}
+    late = ["x", "gates"] if single else list(sizes)
+    early = {name: torch.full_like(value, math.nan) if name in late else value for name, value in there.items()}
+    memory: dict[str, torch.Tensor] = {}
+    waits: list[bool] = []
+
+    def wait(CHAINED: object) -> None:
+        if not waits:
+            for name, value in memory.items():
+                assert torch.equal(value.view(torch.int32), early[name].view(torch.int32)), f"{name} is written"
+                value.copy_(there[name])
+        waits.append(True)
+
+    for name, call in calls_over(make_rows(lengths, [0, 1], [2, 1], "cpu"), single=single).items():
+        right = {name: value.clone() for name, value in there.items()}
+        call(right)
+        memory.update((name, value.clone()) for name, value in early.items())
+        waits.clear()
+        with monkeypatch.context() as patched:
+            for module in (conv, recurrence, chunks):
+                patched.setattr(module, "wait_for_predecessor", wait)
+            call(memory)
+        assert all(torch.equal(memory[part], value) for part, value in right.items()), f"{name} reads too early"

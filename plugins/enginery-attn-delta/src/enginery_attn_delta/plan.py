@@ -1,7 +1,7 @@
 """What is computed on the host, once per batch, and uploaded in one piece: where rows begin, which pages, tiles of the convolution.
 
 int32   [ first rows, B | stop rows, B | reads, B | writes, B | tiles, 2 N ]      of one group of requests after the other
-Groups of one token each have no tiles.
+Groups of one token each have no tiles, but for rows behind checkpoints.
 """
 
 from __future__ import annotations

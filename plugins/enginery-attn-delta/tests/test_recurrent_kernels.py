@@ -203,25 +203,41 @@ def check_recurrence(
 
 
 @on_devices
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_selective_scans(lengths: list[int], device: str) -> None:
-    reads, writes = (pages[: len(lengths)] for pages in PLACES["apart"])
+@pytest.mark.parametrize("lengths", [[1, 1], [2]], ids=str)
+def test_a_convolution_may_be_without_an_activation(lengths: list[int], device: str) -> None:
+    x, weight, states = (torch.randn(size, device=device) for size in ((2, 5), (5, 2), (2, 1, 5)))
+    before = torch.cat([states[:, 0], x[:1]])[[0, 1 if len(lengths) == 2 else 2]]
+    out = torch.empty_like(x)
+    convolve(x, weight, None, states=states, rows=make_rows(lengths, [0, 1], [0, 1], device), out=out, activates=False)
+    torch.testing.assert_close(out, before * weight[:, 0] + x * weight[:, 1])
+
+
+SCANNED = [*((lengths, "apart") for lengths in LENGTHS), *(([length, 1], "from zeros and nowhere") for length in (1, 2))]
+
+
+@on_devices
+@pytest.mark.parametrize(("lengths", "places"), SCANNED, ids=str)
+def test_selective_scans(lengths: list[int], places: str, device: str) -> None:
+    reads, writes = (pages[: len(lengths)] for pages in WITH_NONE[places])
     channels, state_dim = 70, 11
     x, skip = torch.randn(sum(lengths), channels), torch.randn(channels)
     gates = torch.randn(sum(lengths), channels + 2 * state_dim)
     gates[:, :channels] = F.softplus(gates[:, :channels] - 3)
-    a_log, states = torch.rand(channels, state_dim).mul(8).add(1).log(), torch.randn(70, channels, state_dim)
+    a_log, states = torch.rand(channels, state_dim).mul(8).add(1).log(), torch.randn(71, channels, state_dim)  # as of convolutions
     kept, expected = states.double(), torch.empty(x.shape, dtype=torch.float64)
     for rows, read, write in zip(each(lengths), reads, writes, strict=True):
-        state = states[read].double()
+        state = states[1 + read].double() if read >= 0 else torch.zeros(channels, state_dim, dtype=torch.float64)
         for t in range(rows.start, rows.stop):
             step, b, c = gates[t].double().split([channels, state_dim, state_dim])
             state = state * (-a_log.double().exp() * step[:, None]).exp() + (step * x[t].double())[:, None] * b
             expected[t] = state @ c + skip.double() * x[t].double()
-        kept[write] = state
+        if write >= 0:
+            kept[1 + write] = state
     held, out = states.to(device), torch.empty(x.shape, device=device)
     rows = make_rows(lengths, reads, writes, device)
-    scan(x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held, rows=rows, scale=1.0, out=out)
+    scan(
+        x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held[1:], rows=rows, scale=1.0, out=out
+    )
     torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)
 

@@ -135,13 +135,16 @@ class Step:
     def advance(self) -> None:
         """Both, as `DeltaAttention.advance_rows` has it."""
         rows = dataclasses.replace(self.rows, chained=can_chain(self.x.device))
-        if not self.layer.convolves:
-            self.recur(rows=rows)
-        elif len(self.x) <= CONVOLVED_WITHIN:
+        if self.layer.convolves and len(self.x) <= CONVOLVED_WITHIN:
             self.recur(rows=rows, conv=self.conv)
         else:
+            self.advance_apart(rows)
+
+    def advance_apart(self, rows: Rows) -> None:
+        """The convolution, if there is one, then the recurrence."""
+        if self.layer.convolves:
             convolve(self.x, self.weight, None, states=self.inputs, rows=rows, out=self.handed_on)
-            self.recur(self.handed_on, rows=rows)
+        self.recur(self.handed_on if self.layer.convolves else self.x, rows=rows)
 
     def exact(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: of the first requests, [CHECKED, channels] float64 -> outputs and states, in float64."""
@@ -234,20 +237,13 @@ class Verification:
         )
         self.moved, self.kept = moved, dataclasses.replace(moved, writes=torch.full_like(moved.writes, -1))
 
-    def advance(self, rows: Rows) -> None:
-        """As `DeltaAttention.advance_rows`."""
-        step = self.together
-        if step.layer.convolves:
-            convolve(step.x, step.weight, None, states=step.inputs, rows=rows, out=step.handed_on)
-        step.recur(step.handed_on if step.layer.convolves else step.x, rows=rows)
-
     def verify(self) -> None:
         """No state is written."""
-        self.advance(self.kept)
+        self.together.advance_apart(self.kept)
 
     def commit(self) -> None:
         """All rows stand."""
-        self.advance(self.moved)
+        self.together.advance_apart(self.moved)
 
     def check(self) -> float:
         """The relative error to tokens one after the other, which were compared with float64."""
@@ -258,9 +254,7 @@ class Verification:
         self.commit()
         assert torch.equal(verified, self.together.out)
         for step in self.steps:
-            if step.layer.convolves:
-                convolve(step.x, step.weight, None, states=step.inputs, rows=step.rows, out=step.handed_on)
-            step.recur(step.handed_on if step.layer.convolves else step.x)
+            step.advance_apart(step.rows)
         assert torch.equal(self.last.inputs, self.together.inputs) or not self.last.layer.convolves
         error = relative_error(self.together.states, self.last.states.double())
         assert error < 1e-5, error
